@@ -1,0 +1,36 @@
+// The program: one command a file, errors to one paragraph on standard error and to their exit code.
+#include <CLI/CLI.hpp>
+
+#include <cstdio>
+
+#include "optimus/base/error.h"
+#include "optimus/cli/commands.h"
+
+int main(int argc, char** argv) {
+  CLI::App program("Optimus: pretrains dense and Mixture-of-Experts language models", "optimus");
+  program.set_version_flag("--version", "optimus 0.1.0");
+  program.require_subcommand(1);
+  optimus::add_train(program);
+  optimus::add_tokenize(program);
+  optimus::add_generate(program);
+  optimus::add_eval(program);
+  optimus::add_import(program);
+  optimus::add_export(program);
+  optimus::add_inspect(program);
+  optimus::add_verify(program);
+  optimus::add_plan(program);
+  optimus::add_bench(program);
+  try {
+    program.parse(argc, argv);
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    const int code = program.exit(error, std::cout, std::cerr);
+    return code == 0 ? 0 : int(optimus::ErrorKind::kUsage);
+  } catch (const optimus::Error& error) {
+    std::fprintf(stderr, "optimus: error: %s\n", error.what());
+    return int(error.kind());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "optimus: internal error: %s\n", error.what());
+    return 70;
+  }
+}

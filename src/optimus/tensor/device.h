@@ -1,0 +1,36 @@
+// Device: who provides memory and copies. The CPU's memory is the host's; the dry device hands out addresses that
+// nothing may touch, so that the very same step can be planned for a machine that is not here.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "optimus/tensor/tensor.h"
+
+namespace optimus {
+
+enum class DeviceKind : uint8_t { cpu, cuda };
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual DeviceKind kind() const = 0;
+  /// True where memory has no contents and nothing is computed.
+  virtual bool dry() const { return false; }
+  /// Bytes this process may plan with; 0 = unknown.
+  virtual int64_t capacity() const = 0;
+
+  /// 4096-byte aligned. Throws Error(kMemory) when refused.
+  virtual void* allocate(int64_t bytes) = 0;
+  virtual void release(void* data, int64_t bytes) = 0;
+
+  /// Copies between host memory and the (contiguous) tensor. `to_host_wait` makes the host wait for the device.
+  virtual void from_host(Tensor to, const void* from) = 0;
+  virtual void to_host_wait(void* to, Tensor from) = 0;
+};
+
+std::unique_ptr<Device> make_cpu_device();
+/// The shape of `kind` without memory.
+std::unique_ptr<Device> make_dry_device(DeviceKind kind);
+
+}  // namespace optimus

@@ -1,9 +1,8 @@
-# xxHash, compiled into its users (XXH_INLINE_ALL). Defines xxhash::headers.
+# xxHash as a header (its user defines XXH_INLINE_ALL). Defines xxhash::headers.
 find_path(xxhash_INCLUDE_DIR xxhash.h)
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(xxhash REQUIRED_VARS xxhash_INCLUDE_DIR)
 if(xxhash_FOUND AND NOT TARGET xxhash::headers)
   add_library(xxhash::headers INTERFACE IMPORTED)
-  set_target_properties(xxhash::headers PROPERTIES INTERFACE_INCLUDE_DIRECTORIES ${xxhash_INCLUDE_DIR}
-    INTERFACE_COMPILE_DEFINITIONS XXH_INLINE_ALL=1)
+  set_target_properties(xxhash::headers PROPERTIES INTERFACE_INCLUDE_DIRECTORIES ${xxhash_INCLUDE_DIR})
 endif()

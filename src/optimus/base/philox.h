@@ -56,16 +56,21 @@ inline Philox philox_for(uint64_t seed, std::string_view purpose) {
   return {uint32_t(h), uint32_t(h >> 32)};
 }
 
-/// Uniform in (0, 1), never 0: the top 24 bits, centred.
-OPTIMUS_HOST_DEVICE inline float to_uniform(uint32_t word) { return (float(word >> 8) + 0.5f) * 0x1p-24f; }
+/// Uniform in (0, 1), never 0 or 1: the top 23 bits, centred, which is exact in f32.
+OPTIMUS_HOST_DEVICE inline float to_uniform(uint32_t word) { return (float(word >> 9) + 0.5f) * 0x1p-23f; }
 
-/// Normal number `index` of a stream: Box-Muller on the two words that belong to it, so that neighbours are independent.
+/// Box-Muller: a standard normal number from two random words.
+inline float normal_from(uint32_t radius_word, uint32_t angle_word) {
+  const double radius = std::sqrt(-2.0 * std::log((double(radius_word) + 0.5) * 0x1p-32));
+  return float(radius * std::cos(6.283185307179586 * (double(angle_word) * 0x1p-32)));
+}
+
+/// Normal number `index` of a stream, of the two words that belong to it, so that neighbours are independent.
 inline float normal_at(const Philox& generator, uint64_t index, uint64_t stream) {
   uint32_t words[4];
   generator(index >> 1, stream, words);
   const int pair = int(index & 1) * 2;
-  const double radius = std::sqrt(-2.0 * std::log((double(words[pair]) + 0.5) * 0x1p-32));
-  return float(radius * std::cos(6.283185307179586 * (double(words[pair + 1]) * 0x1p-32)));
+  return normal_from(words[pair], words[pair + 1]);
 }
 
 }  // namespace optimus

@@ -2,13 +2,15 @@
 #include <CLI/CLI.hpp>
 
 #include <cstdio>
+#include <iostream>
 
 #include "optimus/base/error.h"
+#include "optimus/base/version.h"
 #include "optimus/cli/commands.h"
 
 int main(int argc, char** argv) {
   CLI::App program("Optimus: pretrains dense and Mixture-of-Experts language models", "optimus");
-  program.set_version_flag("--version", "optimus 0.1.0");
+  program.set_version_flag("--version", std::string("optimus ") + optimus::kVersion);
   program.require_subcommand(1);
   optimus::add_train(program);
   optimus::add_tokenize(program);
@@ -23,6 +25,8 @@ int main(int argc, char** argv) {
   try {
     program.parse(argc, argv);
     return 0;
+  } catch (const CLI::RuntimeError& stop) {
+    return stop.get_exit_code();
   } catch (const CLI::ParseError& error) {
     const int code = program.exit(error, std::cout, std::cerr);
     return code == 0 ? 0 : int(optimus::ErrorKind::kUsage);

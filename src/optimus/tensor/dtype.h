@@ -36,13 +36,15 @@ struct bf16 {
   uint16_t bits = 0;
 
   bf16() = default;
-  explicit bf16(float value) {
+  explicit bf16(float value) : bits(rounded_bits(value)) {}
+  explicit operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
+
+  static uint16_t rounded_bits(float value) {
     const uint32_t word = std::bit_cast<uint32_t>(value);
     const uint32_t rounded = (word + 0x7FFFu + ((word >> 16) & 1u)) >> 16;
     const uint32_t quiet_nan = (word >> 16) | 0x40u;
-    bits = uint16_t((word & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded);
+    return uint16_t((word & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded);
   }
-  explicit operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
 };
 
 template <typename T> constexpr DType dtype_of();

@@ -1,0 +1,37 @@
+// optimus train CONFIG.toml [--set key=value ...]
+#include <CLI/CLI.hpp>
+
+#include <csignal>
+
+#include "optimus/cli/commands.h"
+#include "optimus/train/trainer.h"
+
+namespace optimus {
+namespace {
+
+std::atomic<int> stop_signal{0};
+static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may only touch lock-free atomics");
+
+void train(const std::string& path, const std::vector<std::string>& overrides) {
+  const RunConfig config = load_config(path, overrides, ConfigUse::train);
+  for (int signal : {SIGTERM, SIGINT}) {
+    struct sigaction action {};
+    action.sa_handler = [](int number) { stop_signal = number; };
+    sigaction(signal, &action, nullptr);
+  }
+  const int code = Trainer(config, stop_signal).run();
+  if (code != 0) throw CLI::RuntimeError(code);
+}
+
+}  // namespace
+
+void add_train(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("train", "Train a model, or resume what run.dir holds");
+  const auto path = std::make_shared<std::string>();
+  const auto overrides = std::make_shared<std::vector<std::string>>();
+  command->add_option("CONFIG", *path, "Configuration in TOML")->required();
+  command->add_option("--set", *overrides, "Override a key: section.key=value")->allow_extra_args(false);
+  command->callback([=] { train(*path, *overrides); });
+}
+
+}  // namespace optimus

@@ -1,0 +1,81 @@
+// The CPU's implementation of ops.h: oneDNN for products, OpenMP and vector loops for the rest. One source file an op
+// family defines the methods of that family; contracts are in ops.h.
+#pragma once
+
+#include "optimus/ops/cpu/onednn.h"
+#include "optimus/ops/cpu/parallel.h"
+#include "optimus/ops/cpu/rope_table.h"
+#include "optimus/ops/ops.h"
+
+namespace optimus::cpu {
+
+class CpuOps final : public Ops {
+ public:
+  // elementwise.cpp
+  void fill(Tensor x, double value) override;
+  void copy(Tensor from, Tensor to) override;
+  void add(Tensor a, Tensor b, Tensor y) override;
+  void fill_normal(Tensor x, float std, const Philox& generator, uint64_t stream, int64_t first_index) override;
+
+  // matmul.cpp, grouped_matmul.cpp
+  void matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) override;
+  void grouped_matmul(Tensor x_RK, Tensor w_LNK, Tensor offsets_L1, Tensor y_RN) override;
+  void grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, Tensor offsets_L1, Tensor dx_RK) override;
+  void grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, Tensor offsets_L1, Tensor dw_LNK, Write write) override;
+
+  // embedding.cpp
+  void embedding(Tensor ids_T, Tensor w_VD, Tensor y_TD) override;
+  void embedding_backward(Tensor ids_T, Tensor dy_TD, Tensor dw_VD, int64_t padding_token, Write write) override;
+
+  // norm.cpp
+  void norm(NormKind kind, float eps, int64_t groups, Tensor x, Tensor weight, Tensor bias, Tensor addend, Tensor y,
+            Tensor statistics) override;
+  void norm_backward(NormKind kind, int64_t groups, Tensor x, Tensor weight, Tensor statistics, Tensor dy,
+                     Tensor addend, Tensor dx, Tensor dweight, Tensor dbias, Write write) override;
+
+  // rope.cpp, attention.cpp
+  void rope(Tensor x, Tensor positions_T, int64_t heads, float theta, RopeDirection direction, Tensor y) override;
+  void attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) override;
+  void attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do_,
+                          Tensor dq, Tensor dk, Tensor dv, Tensor delta) override;
+
+  // swiglu.cpp
+  void swiglu(Tensor h_R2F, Tensor gates, Tensor slots, Tensor rows, Tensor a_RF) override;
+  void swiglu_backward(Tensor h_R2F, Tensor da_RF, Tensor gates, Tensor slots, Tensor rows, Tensor dh_R2F, Tensor a_RF,
+                       Tensor dgates) override;
+
+  // router.cpp
+  void router(const RouterShape& shape, Tensor logits_TE, Tensor bias_E, Tensor probs_TE, Tensor gates_TK,
+              Tensor ids_TK, Tensor lse_T) override;
+  void router_statistics(const RouterShape& shape, Tensor probs_TE, Tensor ids_TK, Tensor lse_T, Tensor counts_UE,
+                         Tensor prob_sums_UE, Tensor z_sum) override;
+  void router_backward(const RouterShape& shape, Tensor logits_TE, Tensor probs_TE, Tensor gates_TK, Tensor ids_TK,
+                       Tensor lse_T, Tensor dgates_TK, Tensor balance_UE, float z_scale, Tensor dlogits_TE) override;
+  void balance_loss(Tensor counts_UE, Tensor prob_sums_UE, Tensor fixed_f_E, double tokens, double scale,
+                    double gradient_scale, Tensor loss, Tensor gradient_UE) override;
+
+  // dispatch.cpp
+  void route(Tensor ids_TK, int64_t first_expert, const RouteIndex& index) override;
+  void gather_rows(Tensor x_TD, const RouteIndex& index, Tensor rows_RD) override;
+  void combine_rows(Tensor rows_RD, const RouteIndex& index, Tensor addend_TD, Tensor y_TD) override;
+
+  // loss.cpp
+  void cross_entropy(Tensor logits_TV, Tensor targets_T, Tensor weights_T, float scale, Tensor loss) override;
+
+  // optimizer.cpp
+  void sum_squares(Tensor x, Tensor out) override;
+  void clip_control(Tensor squares, Tensor loss, float clip_norm, Tensor control) override;
+  void adamw(const AdamwConstants& constants, Tensor control, Tensor gradient, Tensor master, Tensor m, Tensor v,
+             Tensor weight) override;
+
+ private:
+  /// Rows times each expert's matrix, transposed for the forward product.
+  void grouped_rows(const Tensor& from, const Tensor& w_LNK, const Tensor& offsets_L1, Transpose tw, const Tensor& to);
+
+  Scratch scratch_;            ///< of the op that is running
+  Scratch product_scratch_;    ///< f32 copies of operands that no product takes as they are
+  RopeTable rope_table_;
+  Bf16Products bf16_products_;
+};
+
+}  // namespace optimus::cpu

@@ -1,0 +1,127 @@
+// The dry backend: the same step without maths. Every call is recorded with the floating-point operations of its
+// mathematics and the bytes that its operands have, each read or written once. FLOPs count products only (a
+// multiply-add is two); causal attention counts half the square.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "optimus/ops/ops.h"
+
+namespace optimus {
+
+struct OpRecord {
+  std::string_view op;
+  double flops;
+  double bytes;
+};
+
+class DryOps final : public Ops {
+ public:
+  const std::vector<OpRecord>& records() const { return records_; }
+  double total_flops() const;
+  void clear() { records_.clear(); }
+
+  void fill(Tensor x, double) override { record("fill", 0, {x}); }
+  void copy(Tensor from, Tensor to) override { record("copy", 0, {from, to}); }
+  void add(Tensor a, Tensor b, Tensor y) override { record("add", 0, {a, b, y}); }
+  void fill_normal(Tensor x, float, const Philox&, uint64_t, int64_t) override { record("fill_normal", 0, {x}); }
+
+  void matmul(Tensor a, Transpose ta, Tensor b, Transpose, Tensor y, Tensor addend) override {
+    const double k = double(ta == Transpose::no ? a.columns() : a.rows());
+    record("matmul", 2.0 * double(y.elements()) * k, {a, b, y, addend});
+  }
+  void grouped_matmul(Tensor x, Tensor w, Tensor, Tensor y) override {
+    record("grouped_matmul", 2.0 * double(y.elements()) * double(x.columns()), {x, w, y});
+  }
+  void grouped_matmul_input(Tensor dy, Tensor w, Tensor, Tensor dx) override {
+    record("grouped_matmul_input", 2.0 * double(dx.elements()) * double(dy.columns()), {dy, w, dx});
+  }
+  void grouped_matmul_weight(Tensor dy, Tensor x, Tensor, Tensor dw, Write write) override {
+    record("grouped_matmul_weight", 2.0 * double(dy.elements()) * double(x.columns()),
+           {dy, x, dw, write == Write::accumulate ? dw : Tensor{}});
+  }
+
+  void embedding(Tensor ids, Tensor, Tensor y) override { record("embedding", 0, {ids, y, y}); }
+  void embedding_backward(Tensor ids, Tensor dy, Tensor dw, int64_t, Write write) override {
+    record("embedding_backward", 0, {ids, dy, dy, write == Write::overwrite ? dw : Tensor{}});
+  }
+
+  void norm(NormKind, float, int64_t, Tensor x, Tensor weight, Tensor bias, Tensor addend, Tensor y,
+            Tensor statistics) override {
+    record("norm", 0, {x, weight, bias, addend, y, statistics});
+  }
+  void norm_backward(NormKind, int64_t, Tensor x, Tensor weight, Tensor statistics, Tensor dy, Tensor addend,
+                     Tensor dx, Tensor dweight, Tensor dbias, Write) override {
+    record("norm_backward", 0, {x, weight, statistics, dy, addend, dx, dweight, dbias});
+  }
+
+  void rope(Tensor x, Tensor positions, int64_t, float, RopeDirection, Tensor y) override {
+    record("rope", 0, {x, positions, y});
+  }
+  void attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) override {
+    record("attention", attention_flops(shape), {q, k, v, o, lse});
+  }
+  void attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do_,
+                          Tensor dq, Tensor dk, Tensor dv, Tensor delta) override {
+    record("attention_backward", 2.0 * attention_flops(shape), {q, k, v, o, lse, do_, dq, dk, dv, delta});
+  }
+
+  void swiglu(Tensor h, Tensor, Tensor slots, Tensor, Tensor a) override { record("swiglu", 0, {h, slots, a}); }
+  void swiglu_backward(Tensor h, Tensor da, Tensor, Tensor slots, Tensor, Tensor dh, Tensor a, Tensor) override {
+    record("swiglu_backward", 0, {h, da, slots, dh, a});
+  }
+
+  void router(const RouterShape&, Tensor logits, Tensor, Tensor probs, Tensor gates, Tensor ids, Tensor lse) override {
+    record("router", 0, {logits, probs, gates, ids, lse});
+  }
+  void router_statistics(const RouterShape&, Tensor probs, Tensor ids, Tensor lse, Tensor, Tensor, Tensor) override {
+    record("router_statistics", 0, {probs, ids, lse});
+  }
+  void router_backward(const RouterShape&, Tensor logits, Tensor probs, Tensor gates, Tensor ids, Tensor lse,
+                       Tensor dgates, Tensor, float, Tensor dlogits) override {
+    record("router_backward", 0, {logits, probs, gates, ids, lse, dgates, dlogits});
+  }
+  void balance_loss(Tensor counts, Tensor prob_sums, Tensor, double, double, double, Tensor, Tensor gradient) override {
+    record("balance_loss", 0, {counts, prob_sums, gradient});
+  }
+
+  void route(Tensor ids, int64_t, const RouteIndex& index) override {
+    record("route", 0, {ids, index.token_R, index.slot_R, index.row_ptr_T1, index.row_R});
+  }
+  void gather_rows(Tensor, const RouteIndex& index, Tensor rows) override {
+    record("gather_rows", 0, {index.token_R, rows, rows});
+  }
+  void combine_rows(Tensor rows, const RouteIndex& index, Tensor addend, Tensor y) override {
+    record("combine_rows", 0, {index.row_R, rows, addend, y});
+  }
+
+  void cross_entropy(Tensor logits, Tensor, Tensor, float scale, Tensor) override {
+    record("cross_entropy", 0, {logits, scale != 0.0f ? logits : Tensor{}});
+  }
+
+  void sum_squares(Tensor x, Tensor) override { record("sum_squares", 0, {x}); }
+  void clip_control(Tensor, Tensor, float, Tensor) override { record("clip_control", 0, {}); }
+  void adamw(const AdamwConstants&, Tensor, Tensor gradient, Tensor master, Tensor m, Tensor v,
+             Tensor weight) override {
+    record("adamw", 0, {gradient, master, master, m, m, v, v, weight.same_view(master) ? Tensor{} : weight});
+  }
+
+ private:
+  static double attention_flops(const AttentionShape& shape) {
+    // Two products of queries x keys x head_dim; of the square's last `queries` rows a causal mask keeps
+    // keys - queries/2 on average.
+    const double seen = shape.causal ? double(shape.keys) - double(shape.queries) / 2.0 : double(shape.keys);
+    return 4.0 * double(shape.sequences * shape.heads * shape.head_dim) * double(shape.queries) * seen;
+  }
+  void record(std::string_view op, double flops, std::initializer_list<Tensor> operands) {
+    double bytes = 0;
+    for (const Tensor& operand : operands)
+      if (operand) bytes += double(operand.bytes());
+    records_.push_back({op, flops, bytes});
+  }
+
+  std::vector<OpRecord> records_;
+};
+
+}  // namespace optimus

@@ -1,0 +1,180 @@
+#include "optimus/train/config.h"
+
+#include <sstream>
+
+#include <toml++/toml.h>
+
+#include "optimus/base/file.h"
+#include "optimus/checkpoint/run_folder.h"
+#include "optimus/data/tokenizer.h"
+
+namespace optimus {
+namespace {
+
+constexpr auto kUsage = ErrorKind::kUsage;
+
+toml::table parse_toml(const std::string& text, const std::string& name) {
+  try {
+    return toml::parse(text, name);
+  } catch (const toml::parse_error& error) {
+    fail(kUsage, "{}: line {}, column {}: {}", name, error.source().begin.line, error.source().begin.column,
+         error.description());
+  }
+}
+
+// "optimizer.lr=1e-3": the value is TOML where it parses as TOML, and a string otherwise.
+void apply_override(toml::table& root, const std::string& text) {
+  const size_t equals = text.find('=');
+  require(equals != std::string::npos && equals > 0, kUsage, "--set {}: expected section.key=value", text);
+  const std::string key = text.substr(0, equals), value = text.substr(equals + 1);
+  toml::table* table = &root;
+  size_t begin = 0;
+  for (size_t dot; (dot = key.find('.', begin)) != std::string::npos; begin = dot + 1) {
+    const std::string part = key.substr(begin, dot - begin);
+    if (!table->get(part)) table->insert(part, toml::table{});
+    table = table->get(part)->as_table();
+    require(table != nullptr, kUsage, "--set {}: {} is not a section", text, key.substr(0, dot));
+  }
+  const std::string leaf = key.substr(begin);
+  try {
+    const toml::table parsed = toml::parse("value = " + value);
+    if (parsed.size() == 1) {
+      table->insert_or_assign(leaf, *parsed.get("value"));
+      return;
+    }
+  } catch (const toml::parse_error&) {
+  }
+  table->insert_or_assign(leaf, value);
+}
+
+// Where the model section starts from: a preset, the model of a checkpoint, or nothing.
+ModelConfig base_model(toml::table& root, const std::string& name) {
+  std::optional<ModelConfig> base;
+  toml::table* model = root["model"].as_table();
+  if (const auto* node = model ? model->get("preset") : nullptr) {
+    require(node->is_string(), kUsage, "{}: model.preset must be a string in quotes", name);
+    const std::string preset = node->as_string()->get();
+    base = model_preset(preset);
+    require(base.has_value(), kUsage,
+            "{}: model.preset = \"{}\" is unknown; the presets are mula-1b, mula-7b-a1b, mula-20b-a2b, mula-100b-a7b, "
+            "mula-220b-a10b",
+            name, preset);
+    model->erase("preset");
+  }
+  if (const auto from = root["train"]["init_from"].value_exact<std::string>(); from && !from->empty()) {
+    require(!base, kUsage, "{}: model.preset and train.init_from cannot be given together", name);
+    base = model_config_of(resolve_checkpoint(*from));
+  }
+  return base.value_or(ModelConfig{});
+}
+
+// Token ids are checked against model.vocab as they are read, so a vocabulary may have any size.
+void resolve_model(RunConfig& config, const std::string& name) {
+  if (config.model.vocab == 0) config.model.vocab = make_tokenizer(config.data.tokenizer)->vocab();
+  config.model.resolve(name);
+}
+
+void resolve_parallel(const RunConfig& config, const std::string& name) {
+  const ParallelConfig& parallel = config.parallel;
+  for (const auto& [key, value] : {std::pair{"pp", parallel.pp}, {"tp", parallel.tp}, {"cp", parallel.cp},
+                                   {"ep", parallel.ep}, {"etp", parallel.etp}})
+    require(value == 1, kUsage, "{}: parallel.{} = {} is not implemented yet; only 1 is", name, key, value);
+  require(parallel.virtual_stages == 1 && parallel.stage_layers.empty(), kUsage,
+          "{}: parallel.virtual_stages and stage_layers are not implemented yet (pp = 1)", name);
+}
+
+void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
+  TrainConfig& train = config.train;
+  require(train.global_batch >= 1, kUsage, "{}: train.global_batch = {} must be at least 1", name, train.global_batch);
+  if (train.micro_batch == 0) {
+    train.micro_batch = std::min<int64_t>(8, train.global_batch);
+    while (train.global_batch % train.micro_batch) --train.micro_batch;
+  }
+  require(train.micro_batch >= 1 && train.global_batch % train.micro_batch == 0, kUsage,
+          "{}: train.micro_batch = {} must divide train.global_batch = {}", name, train.micro_batch,
+          train.global_batch);
+  require(train.steps >= 0 && train.tokens >= 0, kUsage, "{}: train.steps and train.tokens must not be negative", name);
+  require(train.steps == 0 || train.tokens == 0, kUsage, "{}: give train.steps or train.tokens, not both", name);
+  if (train.steps == 0) train.steps = (train.tokens + config.tokens_per_step() - 1) / config.tokens_per_step();
+  train.tokens = 0;
+  require(use == ConfigUse::shape || train.steps > 0, kUsage,
+          "{}: train.steps is missing: say how many steps (or train.tokens = how many tokens) to train", name);
+  require(train.log_every >= 1, kUsage, "{}: train.log_every = {} must be at least 1", name, train.log_every);
+  require(train.eval_every >= 0 && train.eval_sequences >= 0, kUsage,
+          "{}: train.eval_every and eval_sequences must not be negative", name);
+  require(train.eval_every == 0 || !config.data.valid.empty(), kUsage,
+          "{}: train.eval_every = {} needs data.valid", name, train.eval_every);
+}
+
+void resolve_optimizer(RunConfig& config, const std::string& name) {
+  OptimizerConfig& optimizer = config.optimizer;
+  if (!optimizer.min_lr) optimizer.min_lr = optimizer.lr / 10;
+  if (!optimizer.warmup_steps) optimizer.warmup_steps = std::min<int64_t>(2500, config.train.steps / 10);
+  if (!optimizer.decay_steps) optimizer.decay_steps = config.train.steps;
+  require(optimizer.lr >= 0 && *optimizer.min_lr >= 0, kUsage, "{}: optimizer.lr and min_lr must not be negative",
+          name);
+  require(*optimizer.warmup_steps >= 0 && *optimizer.decay_steps >= 0, kUsage,
+          "{}: optimizer.warmup_steps and decay_steps must not be negative", name);
+  for (const auto& [key, beta] : {std::pair{"beta1", optimizer.beta1}, {"beta2", optimizer.beta2}})
+    require(beta >= 0 && beta < 1, kUsage, "{}: optimizer.{} = {} must lie in [0, 1)", name, key, beta);
+  require(optimizer.eps > 0, kUsage, "{}: optimizer.eps = {} must be positive", name, optimizer.eps);
+  require(optimizer.weight_decay >= 0 && optimizer.clip_norm >= 0, kUsage,
+          "{}: optimizer.weight_decay and clip_norm must not be negative", name);
+}
+
+void resolve_rest(RunConfig& config, const std::string& name) {
+  require(config.run.device != "cuda", kUsage, "{}: run.device = \"cuda\" is not implemented yet; use \"cpu\"", name);
+  if (config.precision.compute.empty()) config.precision.compute = "f32";
+  require(config.precision.moments == "f32", kUsage,
+          "{}: precision.moments = \"bf16\" is not available on the CPU; use \"f32\"", name);
+  require(config.memory.recompute.empty(), kUsage, "{}: memory.recompute is not implemented yet; leave it empty", name);
+  require(config.memory.offload.empty(), kUsage, "{}: memory.offload is not implemented yet; leave it empty", name);
+  require(config.memory.moe_rows >= 1, kUsage, "{}: memory.moe_rows = {} must be at least 1", name,
+          config.memory.moe_rows);
+  require(!config.checkpoint.async, kUsage, "{}: checkpoint.async is not implemented yet; use false", name);
+  require(config.checkpoint.model_only_every == 0, kUsage,
+          "{}: checkpoint.model_only_every is not implemented yet; use 0", name);
+  require(config.checkpoint.every >= 0, kUsage, "{}: checkpoint.every must not be negative", name);
+  require(config.checkpoint.keep >= 1, kUsage, "{}: checkpoint.keep = {} must be at least 1", name,
+          config.checkpoint.keep);
+  if (config.run.dir.empty()) config.run.dir = (fs::path("runs") / fs::path(name).stem()).string();
+}
+
+}  // namespace
+
+RunConfig parse_config(const std::string& text, const std::string& name, const std::vector<std::string>& overrides,
+                       ConfigUse use) {
+  toml::table root = parse_toml(text, name);
+  for (const std::string& override_ : overrides) apply_override(root, override_);
+
+  RunConfig config;
+  config.model = base_model(root, name);
+  FieldReader reader(root, name, "");
+  config.fields(reader);
+  reader.finish();
+  require(root.contains("model") || config.model.layers > 0, kUsage, "{}: section [model] is missing", name);
+
+  resolve_model(config, name);
+  resolve_parallel(config, name);
+  resolve_train(config, name, use);
+  resolve_optimizer(config, name);
+  resolve_rest(config, name);
+  return config;
+}
+
+RunConfig load_config(const std::string& path, const std::vector<std::string>& overrides, ConfigUse use) {
+  std::error_code code;
+  require(fs::is_regular_file(path, code), kUsage, "configuration {} does not exist or is not a file", path);
+  return parse_config(read_text(path), path, overrides, use);
+}
+
+std::string to_toml(RunConfig config) {
+  toml::table root;
+  FieldWriter writer(root);
+  config.fields(writer);
+  std::ostringstream out;
+  out << root << "\n";
+  return out.str();
+}
+
+}  // namespace optimus

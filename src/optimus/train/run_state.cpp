@@ -1,0 +1,75 @@
+#include "optimus/train/run_state.h"
+
+#include "optimus/base/json.h"
+#include "optimus/checkpoint/writer.h"
+
+namespace optimus {
+namespace {
+
+TensorPart counts_part(Tensor counts) { return {"router.counts", DType::f32, counts.shape, whole(counts.shape), 0}; }
+
+// A part's elements [first, first + count) in the engine's memory.
+Tensor elements_of(Tensor flat, const TensorPart& part, int64_t first, size_t bytes) {
+  return flat.reshape({flat.elements()}).slice(part.offset + first, int64_t(bytes) / size_of(part.dtype));
+}
+
+void load_flat(Engine& engine, Checkpoint& checkpoint, const std::string& prefix, Tensor flat) {
+  checkpoint.load(parts_of(engine.table(), prefix, flat.dtype),
+                  [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
+                    engine.device().from_host(elements_of(flat, part, first, bytes.size()), bytes.data());
+                  });
+}
+
+}  // namespace
+
+void save_state(Engine& engine, const fs::path& folder, int64_t step) {
+  CheckpointWriter writer(folder, step);
+  auto from = [&](Tensor flat) {
+    return [&engine, flat](const TensorPart& part, int64_t first, std::span<std::byte> out) {
+      engine.device().to_host_wait(out.data(), elements_of(flat, part, first, out.size()));
+    };
+  };
+  writer.write("weights.safetensors", parts_of(engine.table(), "", DType::f32), from(engine.master_weights()));
+
+  for (const FlatState& moment : engine.moments())
+    writer.write(moment.prefix + "safetensors", parts_of(engine.table(), moment.prefix, DType::f32), from(moment.flat));
+  if (const Tensor counts = engine.carried_counts())
+    writer.write("router.safetensors", {counts_part(counts)}, from(counts));
+  writer.commit(section_to_json(engine.config()));
+}
+
+void load_weights(Engine& engine, Checkpoint& checkpoint) {
+  load_flat(engine, checkpoint, "", engine.master_weights());
+  engine.refresh_weights();
+}
+
+void load_state(Engine& engine, Checkpoint& checkpoint) {
+  load_weights(engine, checkpoint);
+  for (const FlatState& moment : engine.moments()) load_flat(engine, checkpoint, moment.prefix, moment.flat);
+  if (const Tensor counts = engine.carried_counts(); counts && checkpoint.has("router.counts"))
+    checkpoint.load({counts_part(counts)}, [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
+      engine.device().from_host(elements_of(counts, part, first, bytes.size()), bytes.data());
+    });
+}
+
+void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {
+  const nlohmann::json now = section_to_json(config);
+  const nlohmann::json& then = checkpoint.manifest().config;
+  auto check = [&](const char* section, const std::string& key) {
+    const auto value = [&](const nlohmann::json& root) -> nlohmann::json {
+      const auto found = root.find(section);
+      return found != root.end() && found->is_object() ? found->value(key, nlohmann::json()) : nlohmann::json();
+    };
+    const nlohmann::json a = value(now), b = value(then);
+    require(a == b, ErrorKind::kUsage,
+            "{}.{} is {} now, but the run in {} was started with {}. Give the same value, or another run.dir", section,
+            key, a.dump(), checkpoint.folder().string(), b.dump());
+  };
+  for (const auto& [key, value] : now.at("model").items()) check("model", key);
+  if (const auto model = then.find("model"); model != then.end() && model->is_object())
+    for (const auto& [key, value] : model->items()) check("model", key);
+  for (const char* key : {"train", "format", "tokenizer", "shuffle", "seed"}) check("data", key);
+  for (const char* key : {"seed", "global_batch"}) check("train", key);
+}
+
+}  // namespace optimus

@@ -1,0 +1,22 @@
+// The engine's state to and from checkpoints: master weights in weights.safetensors, the moments in m.safetensors and
+// v.safetensors, the expert counts that the next step needs (balance_unit "global") in router.safetensors.
+#pragma once
+
+#include "optimus/checkpoint/checkpoint.h"
+#include "optimus/train/engine.h"
+
+namespace optimus {
+
+/// Commits the state after `step` updates as a folder; see CheckpointWriter. Error(kData).
+void save_state(Engine& engine, const fs::path& folder, int64_t step);
+
+/// Weights only (the start of a run, evaluation, generation). Error(kData) naming the tensor.
+void load_weights(Engine& engine, Checkpoint& checkpoint);
+/// Everything: the engine continues as if it had never stopped.
+void load_state(Engine& engine, Checkpoint& checkpoint);
+
+/// Error(kUsage) naming the first key in which `config` differs from the checkpoint's run where it may not: model, data
+/// order, seed, sequence, global batch.
+void check_same_run(const RunConfig& config, const Checkpoint& checkpoint);
+
+}  // namespace optimus

@@ -1,0 +1,162 @@
+#include "optimus/train/trainer.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <numeric>
+
+#include "optimus/base/log.h"
+#include "optimus/checkpoint/run_folder.h"
+#include "optimus/optim/schedule.h"
+#include "optimus/train/run_state.h"
+
+namespace optimus {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+fs::path prepared_run_folder(const RunConfig& config) {
+  make_folder(fs::path(config.run.dir) / "checkpoints");
+  return fs::path(config.run.dir) / "lock";
+}
+
+void log_plan(const Engine& engine, const RunConfig& config) {
+  const EnginePlan plan = plan_engine(config, EngineUse::train);
+  log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:", double(engine.table().count()) / 1e6,
+             flops_per_token(config.model) / 1e6);
+  for (const auto& [name, bytes] : plan.segments) log().info("  {:<24} {:>10.2f} MiB", name, double(bytes) / 0x1p20);
+  log().info("  {:<24} {:>10.2f} MiB", "total", double(plan.memory.total()) / 0x1p20);
+}
+
+}  // namespace
+
+Trainer::Trainer(const RunConfig& config, const std::atomic<int>& signal)
+    : config_(config),
+      signal_(signal),
+      lock_(prepared_run_folder(config), "run.dir " + config.run.dir),
+      device_(make_cpu_device()) {
+  remove_leftovers(config.run.dir);
+  start_or_resume();
+}
+
+void Trainer::start_or_resume() {
+  std::optional<Checkpoint> checkpoint = newest_valid(config_.run.dir);
+  if (checkpoint) {
+    check_same_run(config_, *checkpoint);
+    completed_ = saved_ = checkpoint->step();
+    if (completed_ >= config_.train.steps) {
+      log().info("{} is finished: {} of {} steps are done", config_.run.dir, completed_, config_.train.steps);
+      return;
+    }
+  } else {
+    require(step_folders(config_.run.dir).empty(), ErrorKind::kData,
+            "{} holds checkpoints, but none that is valid; move them away to start anew", config_.run.dir);
+  }
+
+  const int64_t sequence = config_.model.sequence, batch = config_.train.global_batch;
+  loader_.emplace(config_.data, BatchPart{sequence, config_.model.vocab, batch, 0, batch}, config_.train.seed);
+  if (config_.train.eval_every > 0)
+    valid_.emplace(config_.data, sequence, config_.model.vocab, config_.train.eval_sequences);
+
+  engine_ = make_engine(config_, EngineUse::train, *device_);
+  log_plan(*engine_, config_);
+  if (checkpoint) {
+    load_state(*engine_, *checkpoint);
+    log().info("resumed from {}", checkpoint->folder().string());
+  } else if (!config_.train.init_from.empty()) {
+    Checkpoint source = resolve_checkpoint(config_.train.init_from);
+    load_weights(*engine_, source);
+    log().info("weights from {}", source.folder().string());
+  } else {
+    engine_->initialise(uint64_t(config_.train.seed));
+  }
+
+  write_text_atomically(fs::path(config_.run.dir) / "config.toml", to_toml(config_));
+  metrics_.emplace(config_.run.dir);
+  metrics_->cut_back_to(completed_);
+  tensorboard_.emplace(config_.run.dir, completed_);
+  progress_.emplace(config_.train.steps, config_.train.log_every, STDERR_FILENO);
+}
+
+int Trainer::run() {
+  while (completed_ < config_.train.steps && signal_ == 0) train_step(completed_);
+  if (completed_ != saved_) save(completed_);
+  progress_.reset();
+  return signal_ == 0 || completed_ >= config_.train.steps ? 0 : 128 + signal_;
+}
+
+void Trainer::train_step(int64_t step) {
+  const auto start = Clock::now();
+  engine_->step(step, loader_->next(step));
+  const StepResult result = engine_->result_wait();
+  const double seconds = seconds_since(start);
+  require(result.finite, ErrorKind::kNumerical,
+          "step {}: loss {} or gradient norm {} is not finite. The update was not made; {} holds the state after step {}. "
+          "A lower optimizer.lr or other data may help",
+          step + 1, result.loss, result.gradient_norm, config_.run.dir, std::max<int64_t>(saved_, 0));
+  completed_ = step + 1;
+  report(completed_, seconds, result, evaluate(completed_));
+  if (config_.checkpoint.every > 0 && completed_ % config_.checkpoint.every == 0) save(completed_);
+}
+
+std::optional<double> Trainer::evaluate(int64_t completed) {
+  if (!valid_ || completed % config_.train.eval_every != 0) return std::nullopt;
+  double sum = 0, weight = 0;
+  for (int64_t first = 0; first < valid_->windows(); first += config_.train.micro_batch) {
+    const HostBatch batch = valid_->batch(first, std::min(config_.train.micro_batch, valid_->windows() - first));
+    const double batch_weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
+    sum += engine_->evaluate_wait(batch).cross_entropy * batch_weight;
+    weight += batch_weight;
+  }
+  return sum / weight;
+}
+
+void Trainer::report(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss) {
+  StepRecord record;
+  record.step = completed;
+  record.tokens = completed * config_.tokens_per_step();
+  record.loss = result.loss;
+  record.ce = result.cross_entropy;
+  record.balance_loss = result.balance_loss;
+  record.z_loss = result.z_loss;
+  record.grad_norm = result.gradient_norm;
+  record.lr = learning_rate(config_.optimizer, completed - 1);
+  record.step_seconds = seconds;
+  record.tokens_per_second = double(config_.tokens_per_step()) / seconds;
+  record.tflops = record.tokens_per_second * flops_per_token(config_.model) / 1e12;
+  record.mfu = NAN;  // a CPU's peak is not known; `optimus bench step` measures its ceiling
+  record.memory_peak_bytes = engine_->peak_bytes();
+  record.valid_loss = valid_loss;
+  const int64_t first_moe_layer = config_.model.moe ? config_.model.moe->first_dense_layers : 0;
+  for (size_t n = 0; n < result.expert_counts.size(); ++n)
+    record.router.push_back(layer_load(first_moe_layer + int64_t(n), result.expert_counts[n]));
+
+  progress_->update(record);
+  const bool last = completed == config_.train.steps;
+  if (completed % config_.train.log_every != 0 && !last && !valid_loss) return;
+  metrics_->append(record);
+  tensorboard_->add(completed, "loss", record.loss);
+  tensorboard_->add(completed, "cross_entropy", record.ce);
+  tensorboard_->add(completed, "gradient_norm", record.grad_norm);
+  tensorboard_->add(completed, "learning_rate", record.lr);
+  tensorboard_->add(completed, "tokens_per_second", record.tokens_per_second);
+  if (valid_loss) tensorboard_->add(completed, "valid_loss", *valid_loss);
+  if (!record.router.empty()) {
+    tensorboard_->add(completed, "balance_loss", record.balance_loss);
+    tensorboard_->add(completed, "z_loss", record.z_loss);
+  }
+  for (const LayerLoad& load : record.router)
+    tensorboard_->add(completed, fmt::format("router/layer_{}/max_over_mean", load.layer), load.max_over_mean);
+  tensorboard_->flush();
+}
+
+void Trainer::save(int64_t completed) {
+  save_state(*engine_, step_folder(config_.run.dir, completed), completed);
+  saved_ = completed;
+  prune(config_.run.dir, config_.checkpoint.keep);
+}
+
+}  // namespace optimus

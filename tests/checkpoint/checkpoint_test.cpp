@@ -7,10 +7,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/temporary_folder.h"
 #include "optimus/checkpoint/checksum.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/checkpoint/writer.h"
+#include "support/temporary_folder.h"
 
 namespace optimus {
 namespace {

@@ -4,11 +4,11 @@
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/temporary_folder.h"
 #include "optimus/checkpoint/export.h"
 #include "optimus/checkpoint/hugging_face_config.h"
 #include "optimus/checkpoint/import.h"
 #include "optimus/checkpoint/writer.h"
+#include "support/temporary_folder.h"
 
 namespace optimus {
 namespace {

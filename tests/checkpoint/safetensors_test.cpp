@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "checkpoint/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace optimus {
 namespace {

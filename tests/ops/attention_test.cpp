@@ -1,6 +1,6 @@
 // Rotary embedding and attention, forward and backward.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

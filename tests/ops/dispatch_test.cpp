@@ -1,8 +1,8 @@
 // Dispatch: the index of routed rows, gathering them and combining them back.
 #include <numeric>
 
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

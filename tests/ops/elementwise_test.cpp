@@ -1,8 +1,8 @@
 // fill, copy with conversion, add, and the random initialisation.
 #include <limits>
 
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

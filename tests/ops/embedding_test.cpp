@@ -1,6 +1,6 @@
 // Embedding lookup and its gradient.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

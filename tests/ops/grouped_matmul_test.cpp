@@ -1,8 +1,8 @@
 // Products of rows grouped by expert: y[r] = x[r] W[e(r)]^T, its input gradient and its weight gradient.
 #include <fmt/ranges.h>
 
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

@@ -1,6 +1,6 @@
 // Cross-entropy and its gradient in place.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

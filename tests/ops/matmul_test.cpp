@@ -1,6 +1,6 @@
 // Matrix products: y[M,N] = op(a) op(b) + addend.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

@@ -1,6 +1,6 @@
 // RMS and layer normalisation, over whole rows and over groups of columns (heads), forward and backward.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

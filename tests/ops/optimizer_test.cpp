@@ -1,6 +1,6 @@
 // The update: sum of squares, clip coefficient and finite flag, AdamW.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

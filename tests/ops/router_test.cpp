@@ -1,6 +1,6 @@
 // The router: scores, choice, gates, statistics, gradients, and the balance loss.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

@@ -1,6 +1,6 @@
 // The gated activation a = silu(h_gate) * h_up * router gate, and its gradients.
-#include "ops/reference.h"
 #include "support/backends.h"
+#include "support/reference.h"
 
 namespace optimus::test {
 namespace {

@@ -194,8 +194,8 @@ class Workspace {
     const int64_t size = size_of(block.whole.dtype);
     for (int64_t element = 0; element < block.whole.elements(); ++element) {
       const int64_t i = element - block.first;
-      const bool inside =
-          i >= 0 && i / block.view.pitch < block.view.rows() && i % block.view.pitch < block.view.columns();
+      const bool inside = block.view.elements() > 0 && i >= 0 && i / block.view.pitch < block.view.rows() &&
+                          i % block.view.pitch < block.view.columns();
       if (!inside && std::memcmp(&a[size_t(element * size)], &b[size_t(element * size)], size_t(size)) != 0)
         return false;
     }

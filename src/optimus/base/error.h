@@ -2,10 +2,10 @@
 // and leaves with its kind's exit code.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <stdexcept>
 #include <string>
+
+#include <fmt/format.h>
 
 namespace optimus {
 

@@ -3,9 +3,9 @@
 //
 // Rates are medians of repeated steps on real data where data.train exists and on random tokens otherwise; routing is
 // whatever the router chooses. The ceiling is a 2048-cubed f32 product, measured before and after in the same process.
-#include <CLI/CLI.hpp>
-
 #include <chrono>
+
+#include <CLI/CLI.hpp>
 
 #include "optimus/cli/commands.h"
 #include "optimus/ops/timed_ops.h"
@@ -82,10 +82,10 @@ struct Bench {
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
-      loader.emplace(config.data,
-                     BatchPart{config.model.sequence, config.model.vocab, config.train.global_batch, 0,
-                               config.train.global_batch},
-                     config.train.seed);
+      loader.emplace(
+          config.data,
+          BatchPart{config.model.sequence, config.model.vocab, config.train.global_batch, 0, config.train.global_batch},
+          config.train.seed);
   }
 
   double step(int64_t number) {
@@ -134,7 +134,8 @@ void bench_step(const BenchOptions& options) {
                                               {"share_of_ceiling", flops / ceiling},
                                               {"data", bench.real_data ? "data.train" : "random tokens"},
                                               {"routing", "natural"},
-                                              {"max_over_mean", bench.max_over_mean()}}.dump());
+                                              {"max_over_mean", bench.max_over_mean()}}
+                           .dump());
     return;
   }
   fmt::print("{:.0f} tokens/s, {:.1f} GFLOP/s: {:.1f} % of the ceiling, {:.1f} GFLOP/s (f32 product, 2048 cubed)\n",
@@ -159,13 +160,16 @@ void bench_ops(const BenchOptions& options) {
   if (options.json) {
     nlohmann::ordered_json json = nlohmann::ordered_json::array();
     for (const auto& [name, row] : rows)
-      json.push_back({{"op", name}, {"calls", double(row.calls) / steps}, {"milliseconds", row.seconds / steps * 1e3},
-                      {"gflops", row.flops / row.seconds / 1e9}, {"gigabytes_per_second", row.bytes / row.seconds / 1e9}});
+      json.push_back({{"op", name},
+                      {"calls", double(row.calls) / steps},
+                      {"milliseconds", row.seconds / steps * 1e3},
+                      {"gflops", row.flops / row.seconds / 1e9},
+                      {"gigabytes_per_second", row.bytes / row.seconds / 1e9}});
     fmt::print("{}\n", nlohmann::ordered_json{{"ceiling_gflops", ceiling / 1e9}, {"ops", json}}.dump());
     return;
   }
-  fmt::print("ceiling {:.1f} GFLOP/s (f32 product, 2048 cubed); a step under the timer takes {:.2f} ms\n", ceiling / 1e9,
-             total / steps * 1e3);
+  fmt::print("ceiling {:.1f} GFLOP/s (f32 product, 2048 cubed); a step under the timer takes {:.2f} ms\n",
+             ceiling / 1e9, total / steps * 1e3);
   fmt::print("{:<24} {:>7} {:>10} {:>7} {:>10} {:>9} {:>8}\n", "op", "calls", "ms/step", "share", "GFLOP/s", "of ceil.",
              "GB/s");
   for (const auto& [name, row] : rows)

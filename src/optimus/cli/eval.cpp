@@ -1,8 +1,8 @@
 // optimus eval CHECKPOINT --data PATH [--sequences N]
 // optimus eval CHECKPOINT --ids FILE.npy [--logits OUT.safetensors] [--gradients OUT.safetensors]
-#include <CLI/CLI.hpp>
-
 #include <numeric>
+
+#include <CLI/CLI.hpp>
 
 #include "optimus/checkpoint/hugging_face.h"
 #include "optimus/checkpoint/run_folder.h"
@@ -34,8 +34,11 @@ void evaluate_data(const EvalOptions& options) {
     weight += batch_weight;
   }
   const double loss = sum / weight;
-  print({{"loss", loss}, {"perplexity", std::exp(loss)}, {"tokens", int64_t(weight)},
-         {"sequences", windows.windows()}, {"step", inference.checkpoint().step()}});
+  print({{"loss", loss},
+         {"perplexity", std::exp(loss)},
+         {"tokens", int64_t(weight)},
+         {"sequences", windows.windows()},
+         {"step", inference.checkpoint().step()}});
 }
 
 HostBatch read_ids(const std::string& path, int64_t vocab) {
@@ -98,25 +101,34 @@ void evaluate_ids(const EvalOptions& options) {
   } else if (options.logits.empty()) {
     result = inference.engine().evaluate_wait(batch);
   }
-  print({{"loss", result.loss}, {"ce", result.cross_entropy}, {"balance_loss", result.balance_loss},
-         {"z_loss", result.z_loss}, {"tokens", batch.sequences * (batch.sequence_length - 1)}});
+  print({{"loss", result.loss},
+         {"ce", result.cross_entropy},
+         {"balance_loss", result.balance_loss},
+         {"z_loss", result.z_loss},
+         {"tokens", batch.sequences * (batch.sequence_length - 1)}});
 }
 
 }  // namespace
 
 void add_eval(CLI::App& program) {
   const auto options = std::make_shared<EvalOptions>();
-  CLI::App* command = program.add_subcommand("eval", "Loss of a checkpoint on data, or its losses, logits and gradients on given ids");
-  command->add_option("CHECKPOINT", options->checkpoint, "A step's folder, an imported folder or a run.dir")->required();
+  CLI::App* command =
+      program.add_subcommand("eval", "Loss of a checkpoint on data, or its losses, logits and gradients on given ids");
+  command->add_option("CHECKPOINT", options->checkpoint, "A step's folder, an imported folder or a run.dir")
+      ->required();
   auto* data = command->add_option("--data", options->data, "Token file")->type_name("PATH");
-  command->add_option("--sequences", options->sequences, "At most that many windows; 0: all")->needs(data)
+  command->add_option("--sequences", options->sequences, "At most that many windows; 0: all")
+      ->needs(data)
       ->check(CLI::NonNegativeNumber);
   auto* ids = command->add_option("--ids", options->ids, "Token ids [sequences, tokens], one micro-batch")
-      ->type_name("FILE.npy")->excludes(data);
-  command->add_option("--logits", options->logits, "Writes the f32 logits [B,S,V]")->type_name("OUT.safetensors")
+                  ->type_name("FILE.npy")
+                  ->excludes(data);
+  command->add_option("--logits", options->logits, "Writes the f32 logits [B,S,V]")
+      ->type_name("OUT.safetensors")
       ->needs(ids);
   command->add_option("--gradients", options->gradients, "Writes the f32 gradients of loss")
-      ->type_name("OUT.safetensors")->needs(ids);
+      ->type_name("OUT.safetensors")
+      ->needs(ids);
   command->callback([options] {
     require(!options->data.empty() || !options->ids.empty(), ErrorKind::kUsage,
             "eval needs --data PATH or --ids FILE.npy");

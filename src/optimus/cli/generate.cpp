@@ -1,7 +1,7 @@
 // optimus generate CHECKPOINT --prompt TEXT [--tokens N] [--temperature T] [--top-p P] [--seed S]
-#include <CLI/CLI.hpp>
-
 #include <cstdio>
+
+#include <CLI/CLI.hpp>
 
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/cli/commands.h"
@@ -55,13 +55,18 @@ void generate(const GenerateOptions& options) {
 void add_generate(CLI::App& program) {
   const auto options = std::make_shared<GenerateOptions>();
   CLI::App* command = program.add_subcommand("generate", "Continue a text");
-  command->add_option("CHECKPOINT", options->checkpoint, "A step's folder, an imported folder or a run.dir")->required();
+  command->add_option("CHECKPOINT", options->checkpoint, "A step's folder, an imported folder or a run.dir")
+      ->required();
   command->add_option("--prompt", options->prompt, "Text to continue")->required();
-  command->add_option("--tokens", options->tokens, "Tokens to add")->capture_default_str()->check(CLI::NonNegativeNumber);
+  command->add_option("--tokens", options->tokens, "Tokens to add")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--temperature", options->sampling.temperature, "0: always the most likely token")
-      ->capture_default_str()->check(CLI::NonNegativeNumber);
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--top-p", options->sampling.top_p, "Nucleus of that probability")
-      ->capture_default_str()->check(CLI::Range(0.0, 1.0));
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 1.0));
   command->add_option("--seed", options->sampling.seed, "Of the random choices")->capture_default_str();
   command->callback([options] { generate(*options); });
 }

@@ -1,14 +1,31 @@
 // The program: one command a file, errors to one paragraph on standard error and to their exit code.
-#include <CLI/CLI.hpp>
+#include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
+
+#include <CLI/CLI.hpp>
 
 #include "optimus/base/error.h"
 #include "optimus/base/version.h"
 #include "optimus/cli/commands.h"
 
+namespace {
+
+// Threads that wait for each other spin, which is fastest while every thread has a core of its own and ruinous when
+// another process wants one: then each hand-over costs a time slice. A short spin keeps the one and avoids the other.
+// libgomp reads its settings before main(), hence the second start.
+void bound_spinning(char** argv) {
+  if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
+  setenv("GOMP_SPINCOUNT", "20000", 1);
+  execv("/proc/self/exe", argv);  // returns only where that is not possible; then all goes on as it is
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  bound_spinning(argv);
   CLI::App program("Optimus: pretrains dense and Mixture-of-Experts language models", "optimus");
   program.set_version_flag("--version", std::string("optimus ") + optimus::kVersion);
   program.require_subcommand(1);

@@ -34,14 +34,19 @@ void plan(const PlanOptions& options) {
 
   if (options.json) {
     nlohmann::ordered_json segments(plan.segments);
-    fmt::print("{}\n", nlohmann::ordered_json{
-                           {"fits", fits},
-                           {"parameters", {{"total", parameters.total}, {"active", parameters.active},
-                                           {"expert", parameters.expert}, {"replicated", parameters.replicated}}},
-                           {"memory", {{"total_bytes", plan.memory.total()}, {"device_bytes", capacity},
-                                       {"segments", segments}}},
-                           {"flops_per_token", flops_per_token(config.model)},
-                           {"step_flops", plan.step_flops}}.dump());
+    fmt::print(
+        "{}\n",
+        nlohmann::ordered_json{
+            {"fits", fits},
+            {"parameters",
+             {{"total", parameters.total},
+              {"active", parameters.active},
+              {"expert", parameters.expert},
+              {"replicated", parameters.replicated}}},
+            {"memory", {{"total_bytes", plan.memory.total()}, {"device_bytes", capacity}, {"segments", segments}}},
+            {"flops_per_token", flops_per_token(config.model)},
+            {"step_flops", plan.step_flops}}
+            .dump());
     return;
   }
   fmt::print("parameters        {:>18}\n  active a token  {:>18}\n  experts         {:>18}\n  replicated      {:>18}\n",

@@ -1,7 +1,7 @@
 // optimus train CONFIG.toml [--set key=value ...]
-#include <CLI/CLI.hpp>
-
 #include <csignal>
+
+#include <CLI/CLI.hpp>
 
 #include "optimus/cli/commands.h"
 #include "optimus/train/trainer.h"

@@ -25,8 +25,7 @@ void DataConfig::sources(FieldReader& reader, std::string_view key, std::vector<
   list.clear();
   if (const toml::array* array = node->as_array())
     for (const toml::node& item : *array) read_one(item);
-  else
-    read_one(*node);
+  else read_one(*node);
 }
 
 void DataConfig::sources(FieldWriter& writer, std::string_view key, const std::vector<DataSource>& list) {

@@ -10,8 +10,8 @@
 namespace optimus {
 
 struct DataSource {
-  std::string path;               ///< token file, with or without its ending
-  std::optional<double> weight;   ///< share of the samples; either every source has one or none has
+  std::string path;              ///< token file, with or without its ending
+  std::optional<double> weight;  ///< share of the samples; either every source has one or none has
 
   bool operator==(const DataSource&) const = default;
 };
@@ -22,7 +22,7 @@ struct DataConfig {
   std::string format = "auto";
   std::string tokenizer = "byte";
   bool shuffle = true;
-  std::optional<int64_t> seed;    ///< of the order of samples; train.seed when absent
+  std::optional<int64_t> seed;  ///< of the order of samples; train.seed when absent
 
   bool operator==(const DataConfig&) const = default;
 

@@ -18,16 +18,16 @@ struct KvCache {
   int64_t length = 0;  ///< positions filled before this call
 };
 
-struct AttentionSaved {            // forward -> backward
-  Tensor x_TD, norm_statistics;    // what was normalised: x before the projections, or the output projection's result
-  Tensor input_TD;                 // input of the fused projection
-  Tensor qkv_TQ;                   // projections; q and k rotated in place where there is no QK-norm
+struct AttentionSaved {          // forward -> backward
+  Tensor x_TD, norm_statistics;  // what was normalised: x before the projections, or the output projection's result
+  Tensor input_TD;               // input of the fused projection
+  Tensor qkv_TQ;                 // projections; q and k rotated in place where there is no QK-norm
   Tensor qk_TP, q_statistics, k_statistics;  // with QK-norm: normalised, rotated q and k; P = (H + G) * W
   Tensor o_TP, lse_TH;
 };
-struct AttentionDeferred {         // backward_input -> backward_weight
+struct AttentionDeferred {  // backward_input -> backward_weight
   Tensor dqkv_TQ;
-  Tensor doutput_TD;               // gradient at the output projection's result
+  Tensor doutput_TD;  // gradient at the output projection's result
 };
 
 class Attention {

@@ -26,7 +26,8 @@ void check_moe(const MoeConfig& moe, int64_t layers, const std::string& where) {
           "{}: model.moe.top_k = {} exceeds the {} experts that top_groups = {} leaves to choose from", where,
           moe.top_k, moe.top_groups * (moe.experts / moe.groups), moe.top_groups);
   require(moe.balance != "bias" && moe.bias_update == 0, kUsage,
-          "{}: model.moe.balance = \"bias\" is not implemented yet; use \"loss\" or \"none\" and bias_update = 0", where);
+          "{}: model.moe.balance = \"bias\" is not implemented yet; use \"loss\" or \"none\" and bias_update = 0",
+          where);
   require(moe.balance_coef >= 0 && moe.z_loss_coef >= 0, kUsage,
           "{}: model.moe.balance_coef and z_loss_coef must not be negative", where);
 }
@@ -68,10 +69,9 @@ double flops_per_token(const ModelConfig& model) {
   for (int64_t layer = 0; layer < model.layers; ++layer) {
     active += hidden * double(2 * model.query_width() + 2 * model.kv_width());
     if (model.moe_layer(layer))
-      active += hidden * double(model.moe->experts + 3 * model.moe->top_k * model.moe->width +
-                                3 * model.shared_mlp_width());
-    else
-      active += 3.0 * hidden * double(model.mlp_width);
+      active +=
+          hidden * double(model.moe->experts + 3 * model.moe->top_k * model.moe->width + 3 * model.shared_mlp_width());
+    else active += 3.0 * hidden * double(model.mlp_width);
   }
   return 6.0 * active + 6.0 * double(model.layers) * double(model.sequence) * double(model.query_width());
 }

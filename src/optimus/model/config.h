@@ -56,9 +56,9 @@ struct ModelConfig {
   int64_t layers = 0;
   int64_t hidden = 0;
   int64_t heads = 0;
-  int64_t kv_heads = 0;   ///< 0 before resolve(): as heads
-  int64_t head_dim = 0;   ///< 0 before resolve(): hidden / heads
-  int64_t vocab = 0;      ///< 0 before the tokenizer is known
+  int64_t kv_heads = 0;  ///< 0 before resolve(): as heads
+  int64_t head_dim = 0;  ///< 0 before resolve(): hidden / heads
+  int64_t vocab = 0;     ///< 0 before the tokenizer is known
   int64_t sequence = 1024;
   std::string norm = "rms";
   std::string norm_position = "pre";

@@ -22,8 +22,8 @@ struct Context {
   Arena& saved;      ///< what forward keeps for backward; one micro-batch
   Arena& workspace;  ///< what a layer needs while it runs
   ParameterBuffers parameters;
-  DType dtype;       ///< of weights and activations
-  Write write;       ///< gradients of this micro-batch overwrite (the first) or accumulate
+  DType dtype;  ///< of weights and activations
+  Write write;  ///< gradients of this micro-batch overwrite (the first) or accumulate
 
   Tensor weight(ParameterId id) const { return id < 0 ? Tensor{} : parameters.weight(id); }
   Tensor gradient(ParameterId id) const { return id < 0 ? Tensor{} : parameters.gradient(id); }

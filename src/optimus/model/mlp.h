@@ -12,8 +12,12 @@ namespace optimus {
 
 class GatedMlp {
  public:
-  struct Saved    { Tensor h_T2F; };         // pre-activations
-  struct Deferred { Tensor dh_T2F, a_TF; };  // their gradient; the activation again
+  struct Saved {
+    Tensor h_T2F;
+  };  // pre-activations
+  struct Deferred {
+    Tensor dh_T2F, a_TF;
+  };  // their gradient; the activation again
 
   GatedMlp(const ModelConfig& model, ParameterTable& table, const std::string& name, int64_t width, int64_t layer);
 
@@ -29,8 +33,14 @@ class GatedMlp {
   ParameterId gate_up_, down_;
 };
 
-struct MlpSaved    { Tensor x_TD, norm_statistics, input_TD; GatedMlp::Saved mlp; };
-struct MlpDeferred { Tensor doutput_TD; GatedMlp::Deferred mlp; };
+struct MlpSaved {
+  Tensor x_TD, norm_statistics, input_TD;
+  GatedMlp::Saved mlp;
+};
+struct MlpDeferred {
+  Tensor doutput_TD;
+  GatedMlp::Deferred mlp;
+};
 
 class MlpLayer {
  public:

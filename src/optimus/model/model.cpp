@@ -53,8 +53,7 @@ void Model::forward(Context& c, const MicroBatch& batch, const LossScales& scale
     block_forward(c, batch, layer, x_TD, middle_TD, y_TD, sums, saved.balance, saved.blocks[size_t(layer)], nullptr);
     x_TD = y_TD;
   }
-  if (balance_)
-    balance_->finish(c, batch, scales, sums, load.previous_counts_NE, load.step_counts_NE, saved.balance);
+  if (balance_) balance_->finish(c, batch, scales, sums, load.previous_counts_NE, load.step_counts_NE, saved.balance);
   head_.forward_backward(c, batch, x_TD, scales, sums, saved.dx_TD);
 }
 

@@ -107,8 +107,7 @@ void MoeLayer::backward_input(Context& c, Tensor dy_TD, Tensor dx_TD, int64_t to
     c.ops.grouped_matmul_input(deferred.dh_R2F, c.weight(gate_up_), saved.route.offsets_L1, dx_RD);
     c.ops.combine_rows(dx_RD, saved.route, post_norm_ ? dy_TD : Tensor{}, dx_TD);
   }
-  if (shared_)
-    shared_->backward_input(c, deferred.doutput_TD, dx_TD, dx_TD, saved.shared, deferred.shared);
+  if (shared_) shared_->backward_input(c, deferred.doutput_TD, dx_TD, dx_TD, saved.shared, deferred.shared);
   router_.backward_input(c, dgates_TK, tokens_per_unit, balance_UE, scales, dx_TD, saved.router, deferred.router);
   if (!post_norm_) norm_.backward(c, saved.x_TD, saved.norm_statistics, dx_TD, dy_TD, dx_TD);
 }

@@ -17,13 +17,13 @@
 
 namespace optimus {
 
-struct MoeSaved {                                   // forward -> backward
+struct MoeSaved {  // forward -> backward
   Tensor x_TD, norm_statistics, input_TD, h_R2F;
   RouterSaved router;
   RouteIndex route;
   GatedMlp::Saved shared;
 };
-struct MoeDeferred {                                // backward_input -> backward_weight
+struct MoeDeferred {  // backward_input -> backward_weight
   Tensor doutput_TD, doutput_RD, dh_R2F, a_RF;
   RouterDeferred router;
   GatedMlp::Deferred shared;

@@ -69,8 +69,10 @@ Router::Router(const ModelConfig& model, ParameterTable& table, const std::strin
 }
 
 RouterShape Router::shape(int64_t tokens_per_unit) const {
-  return {moe_.top_k,  moe_.score == "softmax" ? ScoreKind::softmax : ScoreKind::sigmoid,
-          moe_.normalize_top_k, float(moe_.score_scale), moe_.groups, moe_.top_groups, tokens_per_unit};
+  return {moe_.top_k,           moe_.score == "softmax" ? ScoreKind::softmax : ScoreKind::sigmoid,
+          moe_.normalize_top_k, float(moe_.score_scale),
+          moe_.groups,          moe_.top_groups,
+          tokens_per_unit};
 }
 
 void Router::forward(Context& c, Tensor x_TD, int64_t tokens_per_unit, Tensor counts_UE, Tensor prob_sums_UE,

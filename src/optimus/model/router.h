@@ -16,8 +16,12 @@
 
 namespace optimus {
 
-struct RouterSaved    { Tensor logits_TE, probs_TE, gates_TK, ids_TK, lse_T; };
-struct RouterDeferred { Tensor dlogits_TE; };  // in the compute type
+struct RouterSaved {
+  Tensor logits_TE, probs_TE, gates_TK, ids_TK, lse_T;
+};
+struct RouterDeferred {
+  Tensor dlogits_TE;
+};  // in the compute type
 
 /// Load and balance of one micro-batch, gathered layer by layer in forward and turned into gradients before backward.
 struct BalanceSaved {

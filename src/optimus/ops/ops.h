@@ -32,31 +32,31 @@ enum class RopeDirection : uint8_t { forward, backward };
 /// Which rows belong to which expert and to which token; made by Ops::route, read by gather, combine and the grouped
 /// products. Rows are grouped by local expert, tokens ascending inside each (K1..K3 of the Optimus paper).
 struct RouteIndex {
-  Tensor offsets_L1;   ///< i32 [L+1], non-decreasing, offsets[L] = number of routed rows R'
-  Tensor token_R;      ///< i32 [R], row -> token
-  Tensor slot_R;       ///< i32 [R], row -> flat (token, k) index t*K + k
-  Tensor row_ptr_T1;   ///< i32 [T+1], token -> first entry of its row list (CSR)
-  Tensor row_R;        ///< i32 [R], the rows of each token, k ascending
+  Tensor offsets_L1;  ///< i32 [L+1], non-decreasing, offsets[L] = number of routed rows R'
+  Tensor token_R;     ///< i32 [R], row -> token
+  Tensor slot_R;      ///< i32 [R], row -> flat (token, k) index t*K + k
+  Tensor row_ptr_T1;  ///< i32 [T+1], token -> first entry of its row list (CSR)
+  Tensor row_R;       ///< i32 [R], the rows of each token, k ascending
 };
 
 struct AttentionShape {
-  int64_t sequences;    ///< B
-  int64_t queries;      ///< positions per sequence in q
-  int64_t keys;         ///< positions per sequence in k, v; >= queries when causal
-  int64_t heads;        ///< H
-  int64_t kv_heads;     ///< G, divides H; query head h reads kv head h / (H/G)
-  int64_t head_dim;     ///< W
-  bool causal;          ///< query i sees keys 0 .. i + (keys - queries)
-  float scale;          ///< scores are scale * q.k
+  int64_t sequences;  ///< B
+  int64_t queries;    ///< positions per sequence in q
+  int64_t keys;       ///< positions per sequence in k, v; >= queries when causal
+  int64_t heads;      ///< H
+  int64_t kv_heads;   ///< G, divides H; query head h reads kv head h / (H/G)
+  int64_t head_dim;   ///< W
+  bool causal;        ///< query i sees keys 0 .. i + (keys - queries)
+  float scale;        ///< scores are scale * q.k
 };
 
 struct RouterShape {
   int64_t top_k;
   ScoreKind score;
-  bool normalize_top_k;   ///< gates divided by their sum over the chosen (plus 1e-20 for sigmoid)
-  float score_scale;      ///< gates are multiplied by it
-  int64_t groups;         ///< experts in this many equal groups; 1 = no groups
-  int64_t top_groups;     ///< only experts of the best groups (sum of their two best selection scores) may be chosen
+  bool normalize_top_k;     ///< gates divided by their sum over the chosen (plus 1e-20 for sigmoid)
+  float score_scale;        ///< gates are multiplied by it
+  int64_t groups;           ///< experts in this many equal groups; 1 = no groups
+  int64_t top_groups;       ///< only experts of the best groups (sum of their two best selection scores) may be chosen
   int64_t tokens_per_unit;  ///< unit of token t: t / tokens_per_unit
 };
 
@@ -127,7 +127,7 @@ class Ops {
   /// a[r] = silu(h[r, :F]) * h[r, F:] * gate[r]; gate[r] = gates[slots[r]] or 1 when gates is empty.
   /// h [R,2F], a [R,F] real; gates f32 flat [T*K], slots i32 [R]; `rows` i32 [1] (device) bounds the rows, empty = all.
   virtual void swiglu(Tensor h_R2F, Tensor gates, Tensor slots, Tensor rows, Tensor a_RF) = 0;
-  /// With da the gradient of a/gate (that is, of the ungated activation's output path): dh, the gated activation a again
+  /// With da the gradient of the gated a: dh, the gated activation a again
   /// (for the down projection's weight gradient) and dgates[slots[r]] = sum_f silu(..)*h_up*da. a and dgates may be empty.
   /// dh [R,2F] may be h.
   virtual void swiglu_backward(Tensor h_R2F, Tensor da_RF, Tensor gates, Tensor slots, Tensor rows, Tensor dh_R2F,

@@ -22,9 +22,15 @@ class TimedOps final : public Ops {
   const std::map<std::string, OpTotals>& totals() const { return totals_; }
   void clear() { totals_.clear(); }
 
-  void fill(Tensor x, double value) override { time([&](Ops& ops) { ops.fill(x, value); }); }
-  void copy(Tensor from, Tensor to) override { time([&](Ops& ops) { ops.copy(from, to); }); }
-  void add(Tensor a, Tensor b, Tensor y) override { time([&](Ops& ops) { ops.add(a, b, y); }); }
+  void fill(Tensor x, double value) override {
+    time([&](Ops& ops) { ops.fill(x, value); });
+  }
+  void copy(Tensor from, Tensor to) override {
+    time([&](Ops& ops) { ops.copy(from, to); });
+  }
+  void add(Tensor a, Tensor b, Tensor y) override {
+    time([&](Ops& ops) { ops.add(a, b, y); });
+  }
   void fill_normal(Tensor x, float std, const Philox& generator, uint64_t stream, int64_t first) override {
     time([&](Ops& ops) { ops.fill_normal(x, std, generator, stream, first); });
   }
@@ -40,7 +46,9 @@ class TimedOps final : public Ops {
   void grouped_matmul_weight(Tensor dy, Tensor x, Tensor offsets, Tensor dw, Write write) override {
     time([&](Ops& ops) { ops.grouped_matmul_weight(dy, x, offsets, dw, write); });
   }
-  void embedding(Tensor ids, Tensor w, Tensor y) override { time([&](Ops& ops) { ops.embedding(ids, w, y); }); }
+  void embedding(Tensor ids, Tensor w, Tensor y) override {
+    time([&](Ops& ops) { ops.embedding(ids, w, y); });
+  }
   void embedding_backward(Tensor ids, Tensor dy, Tensor dw, int64_t padding, Write write) override {
     time([&](Ops& ops) { ops.embedding_backward(ids, dy, dw, padding, write); });
   }
@@ -85,11 +93,10 @@ class TimedOps final : public Ops {
       ops.router_backward(shape, logits, probs, gates, ids, lse, dgates, balance, z_scale, dlogits);
     });
   }
-  void balance_loss(Tensor counts, Tensor prob_sums, Tensor fixed_f, double tokens, double scale,
-                    double gradient_scale, Tensor loss, Tensor gradient) override {
-    time([&](Ops& ops) {
-      ops.balance_loss(counts, prob_sums, fixed_f, tokens, scale, gradient_scale, loss, gradient);
-    });
+  void balance_loss(Tensor counts, Tensor prob_sums, Tensor fixed_f, double tokens, double scale, double gradient_scale,
+                    Tensor loss, Tensor gradient) override {
+    time(
+        [&](Ops& ops) { ops.balance_loss(counts, prob_sums, fixed_f, tokens, scale, gradient_scale, loss, gradient); });
   }
   void route(Tensor ids, int64_t first_expert, const RouteIndex& index) override {
     time([&](Ops& ops) { ops.route(ids, first_expert, index); });
@@ -103,7 +110,9 @@ class TimedOps final : public Ops {
   void cross_entropy(Tensor logits, Tensor targets, Tensor weights, float scale, Tensor loss) override {
     time([&](Ops& ops) { ops.cross_entropy(logits, targets, weights, scale, loss); });
   }
-  void sum_squares(Tensor x, Tensor out) override { time([&](Ops& ops) { ops.sum_squares(x, out); }); }
+  void sum_squares(Tensor x, Tensor out) override {
+    time([&](Ops& ops) { ops.sum_squares(x, out); });
+  }
   void clip_control(Tensor squares, Tensor loss, float clip_norm, Tensor control) override {
     time([&](Ops& ops) { ops.clip_control(squares, loss, clip_norm, control); });
   }

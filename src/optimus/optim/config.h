@@ -10,7 +10,7 @@ namespace optimus {
 struct OptimizerConfig {
   std::string name = "adamw";
   double lr = 4e-4;
-  std::optional<double> min_lr;         ///< lr / 10
+  std::optional<double> min_lr;  ///< lr / 10
   std::string schedule = "cosine";
   std::optional<int64_t> warmup_steps;  ///< min(2500, steps / 10)
   std::optional<int64_t> decay_steps;   ///< steps
@@ -19,7 +19,7 @@ struct OptimizerConfig {
   double eps = 1e-8;
   double weight_decay = 0.1;
   std::string decay = "all";
-  double clip_norm = 1.0;               ///< 0: no clipping
+  double clip_norm = 1.0;  ///< 0: no clipping
   bool clip_after_warmup = false;
   std::string sharding = "ep_aware";
 

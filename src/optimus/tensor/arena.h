@@ -69,8 +69,8 @@ class Arena {
   std::byte* base_ = nullptr;
   int64_t used_ = 0;
   int64_t peak_ = 0;
-  std::vector<Live> live_;                      // dry only
-  std::map<std::string, int64_t> live_bytes_;   // dry only
+  std::vector<Live> live_;                     // dry only
+  std::map<std::string, int64_t> live_bytes_;  // dry only
   std::map<std::string, int64_t> peak_segments_;
 };
 

@@ -13,9 +13,11 @@ enum class DType : uint8_t { f32, bf16, f64, i32, i64 };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::f32: case DType::i32: return 4;
+    case DType::f32:
+    case DType::i32: return 4;
     case DType::bf16: return 2;
-    case DType::f64: case DType::i64: return 8;
+    case DType::f64:
+    case DType::i64: return 8;
   }
   return 0;
 }
@@ -47,11 +49,27 @@ struct bf16 {
   }
 };
 
-template <typename T> constexpr DType dtype_of();
-template <> constexpr DType dtype_of<float>() { return DType::f32; }
-template <> constexpr DType dtype_of<bf16>() { return DType::bf16; }
-template <> constexpr DType dtype_of<double>() { return DType::f64; }
-template <> constexpr DType dtype_of<int32_t>() { return DType::i32; }
-template <> constexpr DType dtype_of<int64_t>() { return DType::i64; }
+template <typename T>
+constexpr DType dtype_of();
+template <>
+constexpr DType dtype_of<float>() {
+  return DType::f32;
+}
+template <>
+constexpr DType dtype_of<bf16>() {
+  return DType::bf16;
+}
+template <>
+constexpr DType dtype_of<double>() {
+  return DType::f64;
+}
+template <>
+constexpr DType dtype_of<int32_t>() {
+  return DType::i32;
+}
+template <>
+constexpr DType dtype_of<int64_t>() {
+  return DType::i64;
+}
 
 }  // namespace optimus

@@ -1,7 +1,5 @@
 #include "optimus/tensor/tensor.h"
 
-#include <fmt/ranges.h>
-
 namespace optimus {
 
 std::string Shape::text() const {
@@ -11,8 +9,8 @@ std::string Shape::text() const {
 }
 
 Tensor Tensor::slice(int64_t begin, int64_t count) const {
-  expects(shape.rank() >= 1 && begin >= 0 && count >= 0 && begin + count <= shape[0],
-          "slice [{}, {}) of tensor {}", begin, begin + count, shape.text());
+  expects(shape.rank() >= 1 && begin >= 0 && count >= 0 && begin + count <= shape[0], "slice [{}, {}) of tensor {}",
+          begin, begin + count, shape);
   const int64_t rows_each = shape[0] == 0 || shape.rank() == 1 ? 0 : rows() / shape[0];
   Tensor out = *this;
   out.shape[0] = count;
@@ -26,7 +24,7 @@ Tensor Tensor::slice(int64_t begin, int64_t count) const {
 }
 
 Tensor Tensor::operator[](int64_t i) const {
-  expects(shape.rank() >= 2, "index into tensor {}", shape.text());
+  expects(shape.rank() >= 2, "index into tensor {}", shape);
   const Tensor part = slice(i, 1);
   Tensor out = part;
   out.shape = Shape{};
@@ -39,7 +37,7 @@ Tensor Tensor::operator[](int64_t i) const {
 
 Tensor Tensor::column_slice(int64_t begin, int64_t count) const {
   expects(shape.rank() >= 1 && begin >= 0 && begin + count <= columns(), "columns [{}, {}) of tensor {}", begin,
-          begin + count, shape.text());
+          begin + count, shape);
   Tensor out = *this;
   out.data = static_cast<std::byte*>(data) + begin * size_of(dtype);
   out.shape[-1] = count;
@@ -47,8 +45,7 @@ Tensor Tensor::column_slice(int64_t begin, int64_t count) const {
 }
 
 Tensor Tensor::reshape(Shape to) const {
-  expects(contiguous() && to.elements() == elements(), "reshape of tensor {} (pitch {}) to {}", shape.text(), pitch,
-          to.text());
+  expects(contiguous() && to.elements() == elements(), "reshape of tensor {} (pitch {}) to {}", shape, pitch, to);
   return Tensor(data, dtype, to);
 }
 

@@ -42,6 +42,19 @@ class Shape {
   int rank_ = 0;
 };
 
+}  // namespace optimus
+
+/// Shapes print themselves only where a message is needed: checks on hot paths pass them, not their text.
+template <>
+struct fmt::formatter<optimus::Shape> : fmt::formatter<std::string_view> {
+  template <typename FormatContext>
+  auto format(const optimus::Shape& shape, FormatContext& context) const {
+    return fmt::formatter<std::string_view>::format(shape.text(), context);
+  }
+};
+
+namespace optimus {
+
 struct Tensor {
   void* data = nullptr;
   Shape shape;
@@ -60,9 +73,9 @@ struct Tensor {
   bool contiguous() const { return pitch == columns() || rows() <= 1; }
 
   /// The elements as T; a wrong type is a bug.
-  template <typename T> T* as() const {
-    expects(dtype == dtype_of<T>(), "tensor {} holds {}, read as {}", shape.text(), name_of(dtype),
-            name_of(dtype_of<T>()));
+  template <typename T>
+  T* as() const {
+    expects(dtype == dtype_of<T>(), "tensor {} holds {}, read as {}", shape, name_of(dtype), name_of(dtype_of<T>()));
     return static_cast<T*>(data);
   }
   std::byte* at_row(int64_t row) const { return static_cast<std::byte*>(data) + row * pitch * size_of(dtype); }

@@ -7,6 +7,7 @@
 #include "optimus/base/file.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/data/tokenizer.h"
+#include "optimus/model/model.h"
 
 namespace optimus {
 namespace {
@@ -70,14 +71,34 @@ ModelConfig base_model(toml::table& root, const std::string& name) {
 
 // Token ids are checked against model.vocab as they are read, so a vocabulary may have any size.
 void resolve_model(RunConfig& config, const std::string& name) {
-  if (config.model.vocab == 0) config.model.vocab = make_tokenizer(config.data.tokenizer)->vocab();
+  const int64_t tokens = make_tokenizer(config.data.tokenizer)->vocab();
+  if (config.model.vocab == 0) config.model.vocab = tokens;
   config.model.resolve(name);
+}
+
+// Keys given beside init_from may change how the model is trained, not what its weights are.
+void check_same_tensors(const ModelConfig& base, const ModelConfig& model, const std::string& name) {
+  ParameterTable before, now;
+  const Model assembled_before(base, before), assembled_now(model, now);
+  for (const Parameter& row : now.rows()) {
+    const ParameterId id = before.find(row.name);
+    require(
+        id >= 0 && before[id].global == row.global, kUsage,
+        "{}: the [model] keys given beside train.init_from change the tensor {} from {} to {}; leave out those that "
+        "set its shape (hidden, heads, vocab, experts, width, ...)",
+        name, row.name, id >= 0 ? before[id].global.text() : "absent", row.global);
+  }
+  require(before.rows().size() == now.rows().size(), kUsage,
+          "{}: the [model] keys given beside train.init_from leave out tensors of its model", name);
 }
 
 void resolve_parallel(const RunConfig& config, const std::string& name) {
   const ParallelConfig& parallel = config.parallel;
-  for (const auto& [key, value] : {std::pair{"pp", parallel.pp}, {"tp", parallel.tp}, {"cp", parallel.cp},
-                                   {"ep", parallel.ep}, {"etp", parallel.etp}})
+  for (const auto& [key, value] : {std::pair{"pp", parallel.pp},
+                                   {"tp", parallel.tp},
+                                   {"cp", parallel.cp},
+                                   {"ep", parallel.ep},
+                                   {"etp", parallel.etp}})
     require(value == 1, kUsage, "{}: parallel.{} = {} is not implemented yet; only 1 is", name, key, value);
   require(parallel.virtual_stages == 1 && parallel.stage_layers.empty(), kUsage,
           "{}: parallel.virtual_stages and stage_layers are not implemented yet (pp = 1)", name);
@@ -102,8 +123,8 @@ void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
   require(train.log_every >= 1, kUsage, "{}: train.log_every = {} must be at least 1", name, train.log_every);
   require(train.eval_every >= 0 && train.eval_sequences >= 0, kUsage,
           "{}: train.eval_every and eval_sequences must not be negative", name);
-  require(train.eval_every == 0 || !config.data.valid.empty(), kUsage,
-          "{}: train.eval_every = {} needs data.valid", name, train.eval_every);
+  require(train.eval_every == 0 || !config.data.valid.empty(), kUsage, "{}: train.eval_every = {} needs data.valid",
+          name, train.eval_every);
 }
 
 void resolve_optimizer(RunConfig& config, const std::string& name) {
@@ -148,13 +169,14 @@ RunConfig parse_config(const std::string& text, const std::string& name, const s
   for (const std::string& override_ : overrides) apply_override(root, override_);
 
   RunConfig config;
-  config.model = base_model(root, name);
+  const ModelConfig base = config.model = base_model(root, name);
   FieldReader reader(root, name, "");
   config.fields(reader);
   reader.finish();
   require(root.contains("model") || config.model.layers > 0, kUsage, "{}: section [model] is missing", name);
 
   resolve_model(config, name);
+  if (!config.train.init_from.empty()) check_same_tensors(base, config.model, name);
   resolve_parallel(config, name);
   resolve_train(config, name, use);
   resolve_optimizer(config, name);

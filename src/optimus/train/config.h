@@ -80,7 +80,7 @@ struct CheckpointConfig {
 };
 
 struct RunSection {
-  std::string dir;              ///< "" before resolve: runs/<configuration's name>
+  std::string dir;  ///< "" before resolve: runs/<configuration's name>
   std::string device = "auto";
   bool deterministic = true;
 

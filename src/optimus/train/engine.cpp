@@ -128,7 +128,7 @@ Context Engine::context(Write write) {
 MicroBatch Engine::upload(const HostBatch& batch) {
   const int64_t tokens = batch.sequences * batch.sequence_length;
   expects(tokens <= tokens_.elements(), "batch of {} tokens, planned for {}", tokens, tokens_.elements());
-  MicroBatch whole{batch.sequences,           batch.sequence_length,      tokens_.slice(0, tokens),
+  MicroBatch whole{batch.sequences,           batch.sequence_length,     tokens_.slice(0, tokens),
                    targets_.slice(0, tokens), weights_.slice(0, tokens), positions_.slice(0, tokens)};
   device_.from_host(whole.tokens_T, batch.tokens.data());
   device_.from_host(whole.targets_T, batch.targets.data());
@@ -242,10 +242,13 @@ std::vector<float> Engine::decode_wait(const std::vector<int32_t>& tokens) {
   saved_.reset();
   Context c = context(Write::overwrite);
   std::vector<float> last;
-  model_.infer(c, batch, scales_, loss_sums(), router_load(), [&](int64_t first, Tensor logits) {
-    const int64_t row = T - 1 - first;
-    if (row < logits.rows()) last = read_floats_wait(device_, logits.slice(row, 1));
-  }, &caches_);
+  model_.infer(
+      c, batch, scales_, loss_sums(), router_load(),
+      [&](int64_t first, Tensor logits) {
+        const int64_t row = T - 1 - first;
+        if (row < logits.rows()) last = read_floats_wait(device_, logits.slice(row, 1));
+      },
+      &caches_);
   for (KvCache& cache : caches_) cache.length += T;
   return last;
 }
@@ -269,21 +272,17 @@ EnginePlan plan_engine(const RunConfig& config, EngineUse use) {
   Engine engine(config, use, *device, std::move(owned), {});
   ops.clear();
 
-  HostBatch batch;
-  auto shape_batch = [&](int64_t sequences) {
-    batch.sequences = sequences;
-    batch.sequence_length = config.model.sequence;
-    const size_t tokens = size_t(sequences * config.model.sequence);
-    batch.tokens.resize(tokens), batch.targets.resize(tokens), batch.positions.resize(tokens);
-    batch.weights.resize(tokens);
-  };
+  HostBatch batch;  // a shape only: a dry device reads nothing
+  batch.sequence_length = config.model.sequence;
   EnginePlan plan;
   if (use == EngineUse::train) {
-    shape_batch(config.train.global_batch);
+    // Micro-batches after the first are alike, so two stand for any number.
+    const int64_t count = std::min<int64_t>(2, config.micro_batches());
+    batch.sequences = count * config.train.micro_batch;
     engine.step(0, batch);
-    plan.step_flops = ops.total_flops();
+    plan.step_flops = ops.total_flops() / double(count) * double(config.micro_batches());
   }
-  shape_batch(config.train.micro_batch);
+  batch.sequences = config.train.micro_batch;
   if (use == EngineUse::gradients) engine.gradients_wait(batch);
   if (use == EngineUse::generation) engine.decode_wait(std::vector<int32_t>(size_t(config.model.sequence)));
   else engine.evaluate_wait(batch);
@@ -301,10 +300,11 @@ std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Devi
     std::string names;
     for (size_t i = 0; i < std::min<size_t>(3, largest.size()); ++i)
       names += fmt::format("{}{} {:.1f} GiB", i ? ", " : "", largest[i].second, double(largest[i].first) / 0x1p30);
-    fail(ErrorKind::kMemory,
-         "the run needs {:.1f} GiB, the device has {:.1f}; the largest segments are: {}. A smaller train.micro_batch or "
-         "model.sequence needs less",
-         double(plan.memory.total()) / 0x1p30, double(device.capacity()) / 0x1p30, names);
+    fail(
+        ErrorKind::kMemory,
+        "the run needs {:.1f} GiB, the device has {:.1f}; the largest segments are: {}. A smaller train.micro_batch or "
+        "model.sequence needs less",
+        double(plan.memory.total()) / 0x1p30, double(device.capacity()) / 0x1p30, names);
   }
   return std::make_unique<Engine>(config, use, device, make_cpu_ops(), plan.memory);
 }

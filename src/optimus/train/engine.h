@@ -109,10 +109,10 @@ class Engine {
   Model model_;
   ParameterBuffers parameters_;
   std::unique_ptr<Optimizer> optimizer_;
-  Tensor tokens_, targets_, positions_, weights_;   // i32, i32, i32, f32 [tokens of the largest batch]
-  Tensor sums_;                                     // f64 [4]: cross-entropy, balance, z, squares
-  Tensor control_;                                  // f32 [kControlSize]
-  Tensor step_counts_NE_, previous_counts_NE_;      // f32
+  Tensor tokens_, targets_, positions_, weights_;  // i32, i32, i32, f32 [tokens of the largest batch]
+  Tensor sums_;                                    // f64 [4]: cross-entropy, balance, z, squares
+  Tensor control_;                                 // f32 [kControlSize]
+  Tensor step_counts_NE_, previous_counts_NE_;     // f32
   LossScales scales_;
   std::vector<KvCache> caches_;
 };

@@ -47,9 +47,10 @@ void load_state(Engine& engine, Checkpoint& checkpoint) {
   load_weights(engine, checkpoint);
   for (const FlatState& moment : engine.moments()) load_flat(engine, checkpoint, moment.prefix, moment.flat);
   if (const Tensor counts = engine.carried_counts(); counts && checkpoint.has("router.counts"))
-    checkpoint.load({counts_part(counts)}, [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
-      engine.device().from_host(elements_of(counts, part, first, bytes.size()), bytes.data());
-    });
+    checkpoint.load({counts_part(counts)},
+                    [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
+                      engine.device().from_host(elements_of(counts, part, first, bytes.size()), bytes.data());
+                    });
 }
 
 void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {
@@ -65,6 +66,8 @@ void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {
             "{}.{} is {} now, but the run in {} was started with {}. Give the same value, or another run.dir", section,
             key, a.dump(), checkpoint.folder().string(), b.dump());
   };
+  // What others are derived from comes first: it is what the user changed.
+  for (const char* key : {"layers", "hidden", "heads", "sequence"}) check("model", key);
   for (const auto& [key, value] : now.at("model").items()) check("model", key);
   if (const auto model = then.find("model"); model != then.end() && model->is_object())
     for (const auto& [key, value] : model->items()) check("model", key);

@@ -11,8 +11,7 @@ namespace optimus {
 int32_t sample_token(const SamplingConfig& config, const std::vector<float>& logits, int64_t index) {
   std::vector<int32_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
-  if (config.temperature == 0)
-    return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
+  if (config.temperature == 0) return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return logits[size_t(a)] > logits[size_t(b)]; });
   std::vector<double> weights;

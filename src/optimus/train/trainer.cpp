@@ -25,8 +25,8 @@ fs::path prepared_run_folder(const RunConfig& config) {
 
 void log_plan(const Engine& engine, const RunConfig& config) {
   const EnginePlan plan = plan_engine(config, EngineUse::train);
-  log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:", double(engine.table().count()) / 1e6,
-             flops_per_token(config.model) / 1e6);
+  log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:",
+             double(engine.table().count()) / 1e6, flops_per_token(config.model) / 1e6);
   for (const auto& [name, bytes] : plan.segments) log().info("  {:<24} {:>10.2f} MiB", name, double(bytes) / 0x1p20);
   log().info("  {:<24} {:>10.2f} MiB", "total", double(plan.memory.total()) / 0x1p20);
 }
@@ -93,10 +93,11 @@ void Trainer::train_step(int64_t step) {
   engine_->step(step, loader_->next(step));
   const StepResult result = engine_->result_wait();
   const double seconds = seconds_since(start);
-  require(result.finite, ErrorKind::kNumerical,
-          "step {}: loss {} or gradient norm {} is not finite. The update was not made; {} holds the state after step {}. "
-          "A lower optimizer.lr or other data may help",
-          step + 1, result.loss, result.gradient_norm, config_.run.dir, std::max<int64_t>(saved_, 0));
+  require(
+      result.finite, ErrorKind::kNumerical,
+      "step {}: loss {} or gradient norm {} is not finite. The update was not made; {} holds the state after step {}. "
+      "A lower optimizer.lr or other data may help",
+      step + 1, result.loss, result.gradient_norm, config_.run.dir, std::max<int64_t>(saved_, 0));
   completed_ = step + 1;
   report(completed_, seconds, result, evaluate(completed_));
   if (config_.checkpoint.every > 0 && completed_ % config_.checkpoint.every == 0) save(completed_);

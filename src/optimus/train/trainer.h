@@ -35,8 +35,8 @@ class Trainer {
   FileLock lock_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Engine> engine_;
-  int64_t completed_ = 0;        ///< updates made
-  int64_t saved_ = -1;           ///< updates in the newest checkpoint
+  int64_t completed_ = 0;  ///< updates made
+  int64_t saved_ = -1;     ///< updates in the newest checkpoint
   std::optional<Loader> loader_;
   std::optional<EvalWindows> valid_;
   std::optional<MetricsFile> metrics_;

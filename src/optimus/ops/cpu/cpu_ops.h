@@ -72,8 +72,8 @@ class CpuOps final : public Ops {
   /// Rows times each expert's matrix, transposed for the forward product.
   void grouped_rows(const Tensor& from, const Tensor& w_LNK, const Tensor& offsets_L1, Transpose tw, const Tensor& to);
 
-  Scratch scratch_;            ///< of the op that is running
-  Scratch product_scratch_;    ///< f32 copies of operands that no product takes as they are
+  Scratch scratch_;          ///< of the op that is running
+  Scratch product_scratch_;  ///< f32 copies of operands that no product takes as they are
   RopeTable rope_table_;
   Bf16Products bf16_products_;
 };

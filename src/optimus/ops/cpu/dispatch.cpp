@@ -42,10 +42,12 @@ void CpuOps::route(Tensor ids_TK, int64_t first_expert, const RouteIndex& index)
       int32_t* counts = expert_counts + block * experts;
       std::fill_n(counts, experts, 0);
       token_counts[block] = 0;
-      for_each_pair(block, [](int64_t) {}, [&](int64_t, int64_t, int64_t expert) {
-        ++counts[expert];
-        ++token_counts[block];
-      });
+      for_each_pair(
+          block, [](int64_t) {},
+          [&](int64_t, int64_t, int64_t expert) {
+            ++counts[expert];
+            ++token_counts[block];
+          });
     }
   });
 
@@ -64,12 +66,14 @@ void CpuOps::route(Tensor ids_TK, int64_t first_expert, const RouteIndex& index)
     for (int64_t block = begin; block < end; ++block) {
       int32_t* cursors = expert_counts + block * experts;
       int32_t entry = token_counts[block];
-      for_each_pair(block, [&](int64_t t) { row_ptr[t] = entry; }, [&](int64_t t, int64_t k, int64_t expert) {
-        const int32_t r = cursors[expert]++;
-        token[r] = int32_t(t);
-        slot[r] = int32_t(t * top_k + k);
-        row[entry++] = r;
-      });
+      for_each_pair(
+          block, [&](int64_t t) { row_ptr[t] = entry; },
+          [&](int64_t t, int64_t k, int64_t expert) {
+            const int32_t r = cursors[expert]++;
+            token[r] = int32_t(t);
+            slot[r] = int32_t(t * top_k + k);
+            row[entry++] = r;
+          });
     }
   });
 }

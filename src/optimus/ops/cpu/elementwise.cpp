@@ -25,8 +25,7 @@ void CpuOps::fill(Tensor x, double value) {
 }
 
 void CpuOps::copy(Tensor from, Tensor to) {
-  expects(from.elements() == to.elements() && from.columns() == to.columns(), "copy of {} to {}", from.shape.text(),
-          to.shape.text());
+  expects(from.elements() == to.elements() && from.columns() == to.columns(), "copy of {} to {}", from.shape, to.shape);
   const bool flat = from.contiguous() && to.contiguous();
   auto copy_as = [&]<typename From, typename To>(From, To) {
     const Rows<From> sources(from);
@@ -50,9 +49,7 @@ void CpuOps::copy(Tensor from, Tensor to) {
       default: return copy_as(double{}, double{});
     }
   }
-  with_real(from.dtype, [&]<typename From>(From f) {
-    with_real(to.dtype, [&]<typename To>(To t) { copy_as(f, t); });
-  });
+  with_real(from.dtype, [&]<typename From>(From f) { with_real(to.dtype, [&]<typename To>(To t) { copy_as(f, t); }); });
 }
 
 void CpuOps::add(Tensor a, Tensor b, Tensor y) {

@@ -46,8 +46,9 @@ void multiply_rows(const Groups& groups, const Tensor& from, const Tensor& w_LNK
     const int64_t begin = groups.begin(e);
     const std::byte* weight = w_LNK.at_row(e * w_LNK.shape[1]);
     const auto product = [&](int64_t row, int64_t rows) {
-      return Product{Transpose::no, tw, rows, to.columns(), from.columns(), from.at_row(begin + row), from.pitch,
-                     weight, w_LNK.pitch, to.at_row(begin + row), to.pitch, false};
+      return Product{
+          Transpose::no, tw,     rows,        to.columns(),           from.columns(), from.at_row(begin + row),
+          from.pitch,    weight, w_LNK.pitch, to.at_row(begin + row), to.pitch,       false};
     };
     if (from.dtype == DType::f32) {
       products.push_back(product(0, groups.rows(e)));
@@ -67,8 +68,7 @@ void CpuOps::grouped_rows(const Tensor& from, const Tensor& w_LNK, const Tensor&
   const int64_t rows = groups.total();
   if (rows == 0 || to.columns() == 0) return;
   expects(w_LNK.shape.rank() == 3 && w_LNK.shape[0] == groups.experts && rows <= from.rows() && rows <= to.rows(),
-          "grouped product of {} with {} into {}, {} rows", from.shape.text(), w_LNK.shape.text(), to.shape.text(),
-          rows);
+          "grouped product of {} with {} into {}, {} rows", from.shape, w_LNK.shape, to.shape, rows);
   if (from.dtype == DType::f32 || bf16_products_.available()) {
     return multiply_rows(groups, from, w_LNK, tw, to, bf16_products_);
   }
@@ -96,8 +96,7 @@ void CpuOps::grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, Tensor offsets_L1,
   if (dw_LNK.elements() == 0) return;
   expects(dy_RN.columns() == n && x_RK.columns() == k && dw_LNK.shape[0] == groups.experts && rows <= dy_RN.rows() &&
               rows <= x_RK.rows(),
-          "grouped weight gradient of {} and {} into {}, {} rows", dy_RN.shape.text(), x_RK.shape.text(),
-          dw_LNK.shape.text(), rows);
+          "grouped weight gradient of {} and {} into {}, {} rows", dy_RN.shape, x_RK.shape, dw_LNK.shape, rows);
   const bool native = x_RK.dtype == DType::f32 || bf16_products_.available();
   const bool round = dw_LNK.dtype != DType::f32;
   float* scratch = product_scratch_.request<float>((native ? 0 : rows * (n + k)) + (round ? dw_LNK.elements() : 0));
@@ -121,8 +120,9 @@ void CpuOps::grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, Tensor offsets_L1,
     bool accumulate = write == Write::accumulate;
     const auto product = [&](int64_t row, int64_t count) {
       const int64_t first = groups.begin(e) + row;
-      return Product{Transpose::yes, Transpose::no, n, k, count, dy_RN.at_row(first), dy_RN.pitch, x_RK.at_row(first),
-                     x_RK.pitch, sum.at_row(e * n), sum.pitch, accumulate};
+      return Product{Transpose::yes, Transpose::no,       n,           k,
+                     count,          dy_RN.at_row(first), dy_RN.pitch, x_RK.at_row(first),
+                     x_RK.pitch,     sum.at_row(e * n),   sum.pitch,   accumulate};
     };
     if (x_RK.dtype == DType::f32 || groups.rows(e) == 0) {
       products.push_back(product(0, groups.rows(e)));  // without rows: zeros, or nothing when accumulating

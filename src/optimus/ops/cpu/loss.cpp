@@ -8,8 +8,8 @@
 namespace optimus::cpu {
 namespace {
 
-constexpr int64_t kChunkRows = 16;   // rows whose losses are summed before they meet other rows'
-constexpr int64_t kPartial = 4096;   // exponentials summed in f32 before they are added in f64
+constexpr int64_t kChunkRows = 16;  // rows whose losses are summed before they meet other rows'
+constexpr int64_t kPartial = 4096;  // exponentials summed in f32 before they are added in f64
 
 template <typename T>
 double log_sum_exp(const T* logits, int64_t vocab) {

@@ -15,7 +15,7 @@ void CpuOps::matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Te
   const int64_t m = y.rows(), n = y.columns(), k = ta == Transpose::no ? a.columns() : a.rows();
   if (m == 0 || n == 0) return;
   expects(a.elements() == m * k && b.elements() == k * n && a.dtype == b.dtype, "matmul of {} {} and {} {} into {}",
-          name_of(a.dtype), a.shape.text(), name_of(b.dtype), b.shape.text(), y.shape.text());
+          name_of(a.dtype), a.shape, name_of(b.dtype), b.shape, y.shape);
   Product product{ta, tb, m, n, k, a.data, a.pitch, b.data, b.pitch, y.data, y.pitch, bool(addend)};
 
   const bool bf16_native = a.dtype == DType::bf16 && k > 0 && bf16_products_.available();

@@ -1,10 +1,10 @@
 #include "optimus/ops/cpu/onednn.h"
 
-#include <oneapi/dnnl/dnnl.h>
-
 #include <algorithm>
 #include <array>
 #include <map>
+
+#include <oneapi/dnnl/dnnl.h>
 #include <oneapi/dnnl/dnnl.hpp>
 
 namespace optimus::cpu {
@@ -44,10 +44,10 @@ void sgemm(const Product& p, float alpha) {
     }
     return;
   }
-  const dnnl_status_t status = dnnl_sgemm(
-      p.ta == Transpose::no ? 'N' : 'T', p.tb == Transpose::no ? 'N' : 'T', p.m, p.n, p.k, alpha,
-      static_cast<const float*>(p.a), p.lda, static_cast<const float*>(p.b), p.ldb, p.accumulate ? 1.0f : 0.0f,
-      static_cast<float*>(p.c), p.ldc);
+  const dnnl_status_t status =
+      dnnl_sgemm(p.ta == Transpose::no ? 'N' : 'T', p.tb == Transpose::no ? 'N' : 'T', p.m, p.n, p.k, alpha,
+                 static_cast<const float*>(p.a), p.lda, static_cast<const float*>(p.b), p.ldb,
+                 p.accumulate ? 1.0f : 0.0f, static_cast<float*>(p.c), p.ldc);
   expects(status == dnnl_success, "dnnl_sgemm refused m {} n {} k {} lda {} ldb {} ldc {} (status {})", p.m, p.n, p.k,
           p.lda, p.ldb, p.ldc, int(status));
 }
@@ -69,8 +69,8 @@ struct Bf16Products::Cache {
     const auto a = matrix(p.m, p.k, p.lda, p.ta, bf16_type);
     const auto b = matrix(p.k, p.n, p.ldb, p.tb, bf16_type);
     const auto c = matrix(p.m, p.n, p.ldc, Transpose::no, c_type);
-    return {dnnl::matmul(describe(engine, a, b, c, attributes)), memory(a, engine, nullptr),
-            memory(b, engine, nullptr), memory(c, engine, nullptr)};
+    return {dnnl::matmul(describe(engine, a, b, c, attributes)), memory(a, engine, nullptr), memory(b, engine, nullptr),
+            memory(c, engine, nullptr)};
   }
 };
 
@@ -85,8 +85,8 @@ bool Bf16Products::available() const {
 
 void Bf16Products::run(const Product& p, DType c_dtype) {
   expects(p.m > 0 && p.n > 0 && p.k > 0, "bf16 product with m {} n {} k {}", p.m, p.n, p.k);
-  const int64_t flags = (p.ta == Transpose::yes) | (p.tb == Transpose::yes) << 1 | p.accumulate << 2 |
-                        (c_dtype == DType::bf16) << 3;
+  const int64_t flags =
+      (p.ta == Transpose::yes) | (p.tb == Transpose::yes) << 1 | p.accumulate << 2 | (c_dtype == DType::bf16) << 3;
   const Key key{p.m, p.n, p.k, p.lda, p.ldb, p.ldc, flags};
   auto found = cache_->primitives.find(key);
   if (found == cache_->primitives.end()) found = cache_->primitives.emplace(key, cache_->make(p, c_dtype)).first;

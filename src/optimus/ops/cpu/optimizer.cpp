@@ -75,9 +75,8 @@ void CpuOps::adamw(const AdamwConstants& constants, Tensor control, Tensor gradi
   };
   with_real(gradient.dtype, [&]<typename G>(G) {
     with_real(m.dtype, [&]<typename M>(M) {
-      with_real(weight.dtype, [&]<typename W>(W) {
-        update_all(gradient.as<G>(), m.as<M>(), v.as<M>(), weight.as<W>());
-      });
+      with_real(weight.dtype,
+                [&]<typename W>(W) { update_all(gradient.as<G>(), m.as<M>(), v.as<M>(), weight.as<W>()); });
     });
   });
 }

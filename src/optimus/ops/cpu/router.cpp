@@ -165,8 +165,8 @@ void CpuOps::router(const RouterShape& shape, Tensor logits_TE, Tensor bias_E, T
   });
 }
 
-void CpuOps::router_statistics(const RouterShape& shape, Tensor probs_TE, Tensor ids_TK, Tensor lse_T,
-                               Tensor counts_UE, Tensor prob_sums_UE, Tensor z_sum) {
+void CpuOps::router_statistics(const RouterShape& shape, Tensor probs_TE, Tensor ids_TK, Tensor lse_T, Tensor counts_UE,
+                               Tensor prob_sums_UE, Tensor z_sum) {
   constexpr int64_t kChunkTokens = 128;
   const int64_t tokens = probs_TE.rows(), experts = probs_TE.columns(), units = counts_UE.rows();
   const int64_t unit_tokens = std::max<int64_t>(shape.tokens_per_unit, 1);

@@ -16,8 +16,8 @@ inline float fast_exp(float x) {
   constexpr float kRound = 0x1.8p23f;  // adding it leaves round(x) in the low bits
   constexpr float kLeast = -87.33f;    // e^x is the smallest normal number
   const bool vanishes = x < kLeast;
-  x = vanishes ? kLeast : x;           // written so that NaN stays
-  x = x > 89.0f ? 89.0f : x;           // e^89 rounds to inf
+  x = vanishes ? kLeast : x;  // written so that NaN stays
+  x = x > 89.0f ? 89.0f : x;  // e^89 rounds to inf
   const float shifted = std::fma(x, 0x1.715476p+0f, kRound);
   const float n = shifted - kRound;
   float r = std::fma(n, -0x1.62e4p-1f, x);  // ln 2 in two parts, the first exact when multiplied by n

@@ -51,8 +51,8 @@ class DryOps final : public Ops {
             Tensor statistics) override {
     record("norm", 0, {x, weight, bias, addend, y, statistics});
   }
-  void norm_backward(NormKind, int64_t, Tensor x, Tensor weight, Tensor statistics, Tensor dy, Tensor addend,
-                     Tensor dx, Tensor dweight, Tensor dbias, Write) override {
+  void norm_backward(NormKind, int64_t, Tensor x, Tensor weight, Tensor statistics, Tensor dy, Tensor addend, Tensor dx,
+                     Tensor dweight, Tensor dbias, Write) override {
     record("norm_backward", 0, {x, weight, statistics, dy, addend, dx, dweight, dbias});
   }
 

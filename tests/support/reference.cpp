@@ -1,4 +1,4 @@
-#include "ops/reference.h"
+#include "support/reference.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,0 +1,70 @@
+// Small runs for tests of the engine and everything above it.
+#pragma once
+
+#include <random>
+
+#include "optimus/train/engine.h"
+
+namespace optimus::test {
+
+/// A configuration from TOML; `use` as for the product's own loader.
+inline RunConfig config_of(const std::string& text, const std::vector<std::string>& overrides = {}) {
+  return parse_config(text, "test.toml", overrides, ConfigUse::shape);
+}
+
+/// A model with everything at once: a dense first layer, experts, grouped-query attention, QK-norm, z-loss.
+inline const char* kTinyMoe = R"(
+[model]
+layers = 3
+hidden = 24
+heads = 4
+kv_heads = 2
+vocab = 40
+sequence = 12
+mlp_width = 32
+qk_norm = "full"
+[model.moe]
+experts = 5
+top_k = 2
+width = 12
+first_dense_layers = 1
+balance_coef = 0.05
+balance_unit = "sequence"
+z_loss_coef = 0.01
+[train]
+global_batch = 4
+steps = 10
+[optimizer]
+eps = 1e-5
+)";
+
+inline HostBatch random_batch(const RunConfig& config, uint64_t seed) {
+  std::mt19937_64 generator(seed);
+  std::vector<int32_t> tokens(size_t(config.tokens_per_step()));
+  for (int32_t& token : tokens) token = int32_t(generator() % uint64_t(config.model.vocab));
+  return next_token_batch(std::move(tokens), config.model.sequence);
+}
+
+/// A CPU engine with its device, initialised from config.train.seed.
+struct TestRun {
+  explicit TestRun(const RunConfig& config, EngineUse use = EngineUse::train)
+      : device(make_cpu_device()), engine(make_engine(config, use, *device)) {
+    engine->initialise(uint64_t(config.train.seed));
+  }
+  std::vector<float> weights() { return read_floats_wait(*device, engine->master_weights()); }
+  std::vector<float> gradients() { return read_floats_wait(*device, engine->gradients()); }
+
+  std::unique_ptr<Device> device;
+  std::unique_ptr<Engine> engine;
+};
+
+inline double relative_difference(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference += (double(a[i]) - double(b[i])) * (double(a[i]) - double(b[i]));
+    norm += double(b[i]) * double(b[i]);
+  }
+  return std::sqrt(difference / std::max(norm, 1e-300));
+}
+
+}  // namespace optimus::test

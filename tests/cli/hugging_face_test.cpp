@@ -124,6 +124,12 @@ dir = "{}"
     EXPECT_NEAR(record.at("grad_norm").get<double>() / expect.at("grad_norms")[step].get<double>(), 1, 1e-3) << step;
   }
   EXPECT_EQ(step, 20u);
+
+  // What was trained from an import exports as what was imported: its names, its type, its files.
+  program({"export", at("run"), "--out", at("trained")});
+  EXPECT_EQ(read_text(source() / "config.json"), read_text(at("trained") + "/config.json"));
+  EXPECT_EQ(SafetensorsReader(at("trained") + "/model.safetensors").tensors().size(),
+            SafetensorsReader(source() / "model.safetensors").tensors().size());
 }
 
 TEST_P(HuggingFaceCase, ExportGivesEveryTensorBack) {

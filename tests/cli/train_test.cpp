@@ -281,11 +281,29 @@ TEST(Train, AnotherRunIsRefusedByKey) {
   EXPECT_EQ(run.train({"train.steps=9", "optimizer.lr=1e-5"}).code, 0) << "the rest may change";
 }
 
-TEST(Train, NotFiniteStopsWithTheLastCheckpoint) {
+TEST(Train, NotFiniteStopsAndKeepsTheStateBeforeIt) {
   TrainingRun run(60);
-  const ProgramResult result = run.train({"optimizer.lr=1e30", "optimizer.min_lr=1e30", "optimizer.clip_norm=0"});
+  const std::vector<std::string> explode{"optimizer.lr=1e30", "optimizer.min_lr=1e30", "optimizer.clip_norm=0",
+                                         "checkpoint.every=0"};
+  const ProgramResult result = run.train(explode);
   EXPECT_EQ(result.code, 4) << result.err;
   EXPECT_MENTIONS(result.err, "not finite");
+  const std::optional<Checkpoint> saved = newest_valid(run.dir());
+  ASSERT_TRUE(saved.has_value());
+  EXPECT_EQ(saved->step(), int64_t(run.losses().size()));
+  const std::string weights = run.bytes(saved->step(), "weights.safetensors");
+  EXPECT_EQ(run.train(explode).code, 4) << "the step is deterministic";
+  EXPECT_EQ(run.bytes(saved->step(), "weights.safetensors"), weights);
+}
+
+TEST(Train, ARunThatHasBegunNeedsItsOriginNoMore) {
+  TrainingRun source(7), run(9);
+  ASSERT_EQ(source.train().code, 0);
+  const std::string from = fmt::format("train.init_from={}", source.dir().string());
+  ASSERT_EQ(run.train({from, "train.steps=7"}).code, 0);
+  fs::remove_all(source.dir());
+  const ProgramResult result = run.train({from});
+  EXPECT_EQ(result.code, 0) << result.err;
 }
 
 TEST(Train, InitFromTakesWeightsAndModel) {

@@ -48,7 +48,7 @@ inline HostBatch random_batch(const RunConfig& config, uint64_t seed) {
 /// A CPU engine with its device, initialised from config.train.seed.
 struct TestRun {
   explicit TestRun(const RunConfig& config, EngineUse use = EngineUse::train)
-      : device(make_cpu_device()), engine(make_engine(config, use, *device)) {
+      : device(make_cpu_device()), engine(make_engine(config, use, *device, plan_engine(config, use))) {
     engine->initialise(uint64_t(config.train.seed));
   }
   std::vector<float> weights() { return read_floats_wait(*device, engine->master_weights()); }

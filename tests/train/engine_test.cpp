@@ -1,6 +1,8 @@
 // Properties of a training step on one rank.
 #include "optimus/train/engine.h"
 
+#include <malloc.h>
+
 #include <gtest/gtest.h>
 
 #include "support/tiny_model.h"
@@ -61,6 +63,18 @@ TEST(Engine, PlanIsThePeak) {
     for (const auto& [name, bytes] : plan.segments) named += bytes;
     EXPECT_EQ(named, plan.memory.total());
   }
+}
+
+TEST(Engine, NothingIsAllocatedAsStepsGoOn) {
+  const RunConfig config = config_of(kTinyMoe);
+  TestRun run(config);
+  size_t at_step_5 = 0;
+  for (int64_t step = 0; step < 500; ++step) {
+    run.engine->step(step, random_batch(config, uint64_t(step)));
+    run.engine->result_wait();
+    if (step == 4) at_step_5 = mallinfo2().uordblks;
+  }
+  EXPECT_EQ(mallinfo2().uordblks, at_step_5);
 }
 
 TEST(Engine, UniformRoutingBalancesAtTopK) {

@@ -23,7 +23,7 @@ std::vector<Exported> exported_of(const Checkpoint& checkpoint, const std::strin
   json others = json::object();
   if (checkpoint.manifest().source.is_object()) others = checkpoint.manifest().source.value("other_dtypes", others);
   std::vector<Exported> list;
-  for (const HuggingFaceTensor& row : hugging_face_tensors(model_config_of(checkpoint), architecture_of(checkpoint))) {
+  for (const HuggingFaceTensor& row : hugging_face_tensors(checkpoint)) {
     Exported one;
     one.tensor.name = row.name;
     one.tensor.dtype = others.value(row.name, dtype);
@@ -124,6 +124,13 @@ const HuggingFaceArchitecture& architecture_of(const Checkpoint& checkpoint) {
   const HuggingFaceArchitecture* architecture = find_architecture(name);
   require(architecture, ErrorKind::kData, "{}: unknown architecture {}", where, name);
   return *architecture;
+}
+
+std::vector<HuggingFaceTensor> hugging_face_tensors(const Checkpoint& checkpoint) {
+  const json& source = checkpoint.manifest().source;
+  const bool fused = source.is_object() && source.value("experts", "separate") == "fused";
+  return hugging_face_tensors(model_config_of(checkpoint), architecture_of(checkpoint),
+                              fused ? ExpertNames::kFused : ExpertNames::kSeparate);
 }
 
 json export_hugging_face(Checkpoint& checkpoint, const fs::path& out, int64_t shard_bytes) {

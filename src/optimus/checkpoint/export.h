@@ -13,6 +13,8 @@ constexpr int64_t kShardBytes = 5'000'000'000;  // as transformers cuts them
 
 /// The architecture that the checkpoint was imported from, or the one that expresses its model.
 const HuggingFaceArchitecture& architecture_of(const Checkpoint& checkpoint);
+/// The model's tensors as the imported folder names them; one an expert for a checkpoint that was not imported.
+std::vector<HuggingFaceTensor> hugging_face_tensors(const Checkpoint& checkpoint);
 
 /// Returns {folder, architecture, dtype, tensors, files}. Error(kUsage) naming the key when no architecture expresses
 /// the model or `out` is not empty; Error(kData) for a damaged checkpoint.

@@ -152,7 +152,8 @@ void fill_from(const std::vector<Piece>& pieces, int64_t first, std::span<float>
 }
 
 /// The most frequent type, and by name the tensors of another, so that an export gives back the same bits.
-json source_of(const Plan& plan, const HuggingFaceArchitecture& architecture, const std::string& config_text) {
+json source_of(const Plan& plan, const HuggingFaceArchitecture& architecture, ExpertNames names,
+               const std::string& config_text) {
   std::string dtype = "F32";
   int64_t most = 0;
   for (const auto& [name, count] : plan.dtypes)
@@ -163,6 +164,7 @@ json source_of(const Plan& plan, const HuggingFaceArchitecture& architecture, co
       if (piece.source.tensor->dtype != dtype) others[piece.source.tensor->name] = piece.source.tensor->dtype;
   return {{"architecture", architecture.model_type},
           {"dtype", dtype},
+          {"experts", names == ExpertNames::kFused ? "fused" : "separate"},
           {"other_dtypes", std::move(others)},
           {"config", config_text}};
 }
@@ -211,7 +213,7 @@ json import_hugging_face(const fs::path& folder, const fs::path& out) {
                  fill_from(plan.pieces.at(part.name), first, floats);
                });
   copy_passed_through(folder, writer.partial_folder() / "hf");
-  json details = source_of(plan, *read.architecture, config_text);
+  json details = source_of(plan, *read.architecture, names, config_text);
   const std::string dtype = details["dtype"];
   writer.commit({{"model", section_to_json(read.model)}}, std::move(details));
 

@@ -42,8 +42,12 @@ void move_into_place(const fs::path& partial, const fs::path& folder) {
   fs::remove_all(old, ignored);
   if (fs::exists(folder) && std::rename(folder.c_str(), old.c_str()) != 0)
     fail(ErrorKind::kData, "cannot rename {} to {}: {}", folder.string(), old.string(), std::strerror(errno));
-  if (std::rename(partial.c_str(), folder.c_str()) != 0)
+  if (std::rename(partial.c_str(), folder.c_str()) != 0) {
+    const int code = errno;
+    if (fs::exists(old, ignored)) fs::rename(old, folder, ignored);  // what was there stays there
+    errno = code;
     fail(ErrorKind::kData, "cannot rename {} to {}: {}", partial.string(), folder.string(), std::strerror(errno));
+  }
   fs::remove_all(old, ignored);
 }
 

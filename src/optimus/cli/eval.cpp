@@ -4,7 +4,7 @@
 
 #include <CLI/CLI.hpp>
 
-#include "optimus/checkpoint/hugging_face.h"
+#include "optimus/checkpoint/export.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/cli/commands.h"
 #include "optimus/train/inference.h"
@@ -64,13 +64,7 @@ void write_logits(const std::string& path, Inference& inference, const HostBatch
 
 // The gradients under the names of the imported folder's tensors.
 void write_gradients(const std::string& path, Inference& inference) {
-  const ModelConfig& model = inference.config().model;
-  const nlohmann::json& source = inference.checkpoint().manifest().source;
-  const HuggingFaceArchitecture* known =
-      source.is_object() ? find_architecture(source.value("architecture", "")) : nullptr;
-  const HuggingFaceArchitecture& architecture = known ? *known : architecture_for(model);
-
-  const std::vector<HuggingFaceTensor> tensors = hugging_face_tensors(model, architecture);
+  const std::vector<HuggingFaceTensor> tensors = hugging_face_tensors(inference.checkpoint());
   std::vector<SafetensorsTensor> header;
   for (const HuggingFaceTensor& tensor : tensors) {
     std::vector<int64_t> shape;

@@ -19,7 +19,9 @@ namespace {
 void bound_spinning(char** argv) {
   if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
   setenv("GOMP_SPINCOUNT", "20000", 1);
-  execv("/proc/self/exe", argv);  // returns only where that is not possible; then all goes on as it is
+  std::error_code unknown;
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe", unknown).string();
+  execv(program.c_str(), argv);  // returns only where that is not possible; then all goes on as it is
 }
 
 }  // namespace
@@ -50,6 +52,12 @@ int main(int argc, char** argv) {
   } catch (const optimus::Error& error) {
     std::fprintf(stderr, "optimus: error: %s\n", error.what());
     return int(error.kind());
+  } catch (const std::filesystem::filesystem_error& error) {
+    std::fprintf(stderr, "optimus: error: %s\n", error.what());
+    return int(optimus::ErrorKind::kData);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "optimus: error: out of memory; a smaller train.micro_batch or model.sequence needs less\n");
+    return int(optimus::ErrorKind::kMemory);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "optimus: internal error: %s\n", error.what());
     return 70;

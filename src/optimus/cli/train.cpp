@@ -14,9 +14,11 @@ static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may only 
 
 void train(const std::string& path, const std::vector<std::string>& overrides) {
   const RunConfig config = load_config(path, overrides, ConfigUse::train);
+  std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that goes away does not end the run
   for (int signal : {SIGTERM, SIGINT}) {
     struct sigaction action {};
     action.sa_handler = [](int number) { stop_signal = number; };
+    action.sa_flags = SA_RESTART;  // the save that the signal asks for must not fail because of it
     sigaction(signal, &action, nullptr);
   }
   const int code = Trainer(config, stop_signal).run();

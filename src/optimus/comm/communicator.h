@@ -3,6 +3,8 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
+#include <vector>
 
 #include "optimus/tensor/tensor.h"
 
@@ -25,5 +27,12 @@ class Communicator {
 };
 
 std::unique_ptr<Communicator> make_self_communicator();
+
+struct MessageRecord {
+  std::string_view operation;
+  double bytes;  ///< that the rank sends, with a ring
+};
+/// A rank of a group that exists in plans only; every call is added to `messages`, which must outlive it.
+std::unique_ptr<Communicator> make_dry_communicator(int rank, int size, std::vector<MessageRecord>& messages);
 
 }  // namespace optimus

@@ -7,16 +7,6 @@
 namespace optimus {
 namespace {
 
-ParameterId add_matrix(const ModelConfig& model, ParameterTable& table, const std::string& name, Shape shape,
-                       int64_t layer) {
-  Parameter row;
-  row.name = name;
-  row.global = shape;
-  row.init_std = model.init_std;
-  row.layer = layer;
-  return table.add(row);
-}
-
 std::optional<Norm> qk_norm(const ModelConfig& model, ParameterTable& table, const std::string& name, int64_t heads,
                             int64_t layer) {
   if (model.qk_norm == "none") return std::nullopt;
@@ -34,12 +24,12 @@ Attention::Attention(const ModelConfig& model, ParameterTable& table, int64_t la
       rope_theta_(float(model.rope_theta)),
       post_norm_(model.norm_position == "post"),
       norm_(model, table, fmt::format("layers.{}.attention.norm", layer), layer),
-      qkv_(add_matrix(model, table, fmt::format("layers.{}.attention.qkv.weight", layer),
-                      {model.query_width() + 2 * model.kv_width(), model.hidden}, layer)),
+      qkv_(table.add_normal(fmt::format("layers.{}.attention.qkv.weight", layer),
+                            {model.query_width() + 2 * model.kv_width(), model.hidden}, model.init_std, layer)),
       q_norm_(qk_norm(model, table, fmt::format("layers.{}.attention.q_norm", layer), model.heads, layer)),
       k_norm_(qk_norm(model, table, fmt::format("layers.{}.attention.k_norm", layer), model.kv_heads, layer)),
-      output_(add_matrix(model, table, fmt::format("layers.{}.attention.output.weight", layer),
-                         {model.hidden, model.query_width()}, layer)) {}
+      output_(table.add_normal(fmt::format("layers.{}.attention.output.weight", layer),
+                               {model.hidden, model.query_width()}, model.init_std, layer)) {}
 
 AttentionShape Attention::shape(int64_t sequences, int64_t queries, int64_t keys) const {
   return {sequences, queries, keys, heads_, kv_heads_, head_dim_, true, float(1.0 / std::sqrt(double(head_dim_)))};

@@ -33,9 +33,7 @@ struct Context {
   }
 
   /// The one place where saved tensors come from; `scope` names what they belong to ("attention", "experts", ...).
-  Tensor save(DType type, Shape shape, std::string_view scope) {
-    return saved.allocate(type, shape, fmt::format("saved: {}", scope));
-  }
+  Tensor save(DType type, Shape shape, std::string_view scope) { return saved.allocate(type, shape, scope); }
   Tensor temporary(DType type, Shape shape) { return workspace.allocate(type, shape, "workspace"); }
 };
 

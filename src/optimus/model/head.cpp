@@ -5,15 +5,10 @@
 namespace optimus {
 
 Head::Head(const ModelConfig& model, ParameterTable& table, ParameterId tied)
-    : vocab_(model.vocab), norm_(model, table, "final_norm", model.layers), weight_(tied) {
-  if (tied >= 0) return;
-  Parameter row;
-  row.name = "head.weight";
-  row.global = {model.vocab, model.hidden};
-  row.init_std = model.init_std;
-  row.layer = model.layers;
-  weight_ = table.add(row);
-}
+    : vocab_(model.vocab),
+      norm_(model, table, "final_norm", model.layers),
+      weight_(tied >= 0 ? tied
+                        : table.add_normal("head.weight", {model.vocab, model.hidden}, model.init_std, model.layers)) {}
 
 // Enough rows for an efficient product, few enough that a large vocabulary's logits stay small.
 int64_t Head::chunk_tokens(int64_t tokens) const {

@@ -6,17 +6,9 @@ namespace optimus {
 
 GatedMlp::GatedMlp(const ModelConfig& model, ParameterTable& table, const std::string& name, int64_t width,
                    int64_t layer)
-    : width_(width) {
-  Parameter row;
-  row.init_std = model.init_std;
-  row.layer = layer;
-  row.name = name + ".gate_up.weight";
-  row.global = {2 * width, model.hidden};
-  gate_up_ = table.add(row);
-  row.name = name + ".down.weight";
-  row.global = {model.hidden, width};
-  down_ = table.add(row);
-}
+    : width_(width),
+      gate_up_(table.add_normal(name + ".gate_up.weight", {2 * width, model.hidden}, model.init_std, layer)),
+      down_(table.add_normal(name + ".down.weight", {model.hidden, width}, model.init_std, layer)) {}
 
 void GatedMlp::forward(Context& c, Tensor x_TD, Tensor addend_TD, Tensor y_TD, Saved& saved) const {
   saved.h_T2F = c.save(c.dtype, {x_TD.rows(), 2 * width_}, "mlp");

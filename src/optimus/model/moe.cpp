@@ -5,17 +5,6 @@
 namespace optimus {
 namespace {
 
-ParameterId add_experts(const ModelConfig& model, ParameterTable& table, const std::string& name, Shape shape,
-                        int64_t layer) {
-  Parameter row;
-  row.name = name;
-  row.global = shape;
-  row.cls = ParameterClass::expert;
-  row.init_std = model.init_std;
-  row.layer = layer;
-  return table.add(row);
-}
-
 std::optional<GatedMlp> shared_experts(const ModelConfig& model, ParameterTable& table, const std::string& name,
                                        int64_t layer) {
   if (model.shared_mlp_width() == 0) return std::nullopt;
@@ -29,10 +18,11 @@ MoeLayer::MoeLayer(const ModelConfig& model, ParameterTable& table, int64_t laye
       post_norm_(model.norm_position == "post"),
       norm_(model, table, fmt::format("layers.{}.moe.norm", layer), layer),
       router_(model, table, fmt::format("layers.{}.moe", layer), layer),
-      gate_up_(add_experts(model, table, fmt::format("layers.{}.moe.gate_up.weight", layer),
-                           {moe_.experts, 2 * moe_.width, model.hidden}, layer)),
-      down_(add_experts(model, table, fmt::format("layers.{}.moe.down.weight", layer),
-                        {moe_.experts, model.hidden, moe_.width}, layer)),
+      gate_up_(table.add_normal(fmt::format("layers.{}.moe.gate_up.weight", layer),
+                                {moe_.experts, 2 * moe_.width, model.hidden}, model.init_std, layer,
+                                ParameterClass::expert)),
+      down_(table.add_normal(fmt::format("layers.{}.moe.down.weight", layer), {moe_.experts, model.hidden, moe_.width},
+                             model.init_std, layer, ParameterClass::expert)),
       shared_(shared_experts(model, table, fmt::format("layers.{}.moe", layer), layer)) {}
 
 // The number of routed rows, on the device.

@@ -13,7 +13,6 @@ class Norm {
   /// An RMSNorm over `groups` vectors of `width` elements in each row (QK-norm: one weight for all groups).
   Norm(double eps, int64_t groups, int64_t width, ParameterTable& table, const std::string& name, int64_t layer);
 
-  int64_t groups() const { return groups_; }
   Shape statistics_shape(int64_t tokens) const { return {tokens, groups_ * 2}; }
 
   /// y = norm(x) + addend.

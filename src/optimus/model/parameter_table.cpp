@@ -17,6 +17,16 @@ ParameterId ParameterTable::add(Parameter parameter) {
   return ParameterId(rows_.size() - 1);
 }
 
+ParameterId ParameterTable::add_normal(std::string name, Shape shape, double std, int64_t layer, ParameterClass cls) {
+  Parameter row;
+  row.name = std::move(name);
+  row.global = shape;
+  row.cls = cls;
+  row.init_std = std;
+  row.layer = layer;
+  return add(std::move(row));
+}
+
 ParameterId ParameterTable::find(const std::string& name) const {
   for (size_t i = 0; i < rows_.size(); ++i)
     if (rows_[i].name == name) return ParameterId(i);

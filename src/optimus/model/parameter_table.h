@@ -48,6 +48,10 @@ class ParameterTable {
   /// Adds a row (boxes default to the whole tensor) and lays it out. Names are unique.
   ParameterId add(Parameter parameter);
 
+  /// A matrix (or a stack of them) drawn from N(0, std).
+  ParameterId add_normal(std::string name, Shape shape, double std, int64_t layer,
+                         ParameterClass cls = ParameterClass::replicated);
+
   const std::vector<Parameter>& rows() const { return rows_; }
   const Parameter& operator[](ParameterId id) const { return rows_[size_t(id)]; }
   /// The row of that name, or -1.

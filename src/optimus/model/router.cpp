@@ -59,14 +59,8 @@ void Balance::finish(Context& c, const MicroBatch& batch, const LossScales& scal
 }
 
 Router::Router(const ModelConfig& model, ParameterTable& table, const std::string& name, int64_t layer)
-    : moe_(*model.moe) {
-  Parameter row;
-  row.name = name + ".router.weight";
-  row.global = {moe_.experts, model.hidden};
-  row.init_std = model.init_std;
-  row.layer = layer;
-  weight_ = table.add(row);
-}
+    : moe_(*model.moe),
+      weight_(table.add_normal(name + ".router.weight", {moe_.experts, model.hidden}, model.init_std, layer)) {}
 
 RouterShape Router::shape(int64_t tokens_per_unit) const {
   return {moe_.top_k,           moe_.score == "softmax" ? ScoreKind::softmax : ScoreKind::sigmoid,

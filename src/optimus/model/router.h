@@ -2,7 +2,7 @@
 //
 //   logits = x W^T (f32);  probabilities = softmax(logits);  experts = top-k of them;  gates = their probabilities
 //
-// Balance loss (facts in docs/training.md): f_e = mean slots per token that chose e, p_e = mean probability, over one
+// Balance loss (see docs/training.md): f_e = mean slots per token that chose e, p_e = mean probability, over one
 // unit (micro-batch, sequence, or f from the previous step's whole batch) of one layer, or of all layers together:
 //
 //   balance = E * sum_e f_e p_e     (K at perfect balance, 1 when divided by K)

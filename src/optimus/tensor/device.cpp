@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 
 namespace optimus {
 namespace {
@@ -11,7 +12,12 @@ namespace {
 class CpuDevice final : public Device {
  public:
   DeviceKind kind() const override { return DeviceKind::cpu; }
-  int64_t capacity() const override { return int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE); }
+  int64_t capacity() const override {
+    const int64_t installed = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    std::ifstream container("/sys/fs/cgroup/memory.max");  // "max" or bytes
+    int64_t limit = 0;
+    return container >> limit && limit > 0 ? std::min(installed, limit) : installed;
+  }
 
   void* allocate(int64_t bytes) override {
     if (bytes == 0) bytes = 1;
@@ -44,7 +50,7 @@ class DryDevice final : public Device {
 
  private:
   DeviceKind kind_;
-  uintptr_t next_ = uintptr_t(1) << 46;  // not canonical for user space on x86-64: a stray access faults
+  uintptr_t next_ = uintptr_t(1) << 56;  // not canonical on x86-64: a stray access faults
 };
 
 }  // namespace

@@ -48,6 +48,8 @@ void apply_override(toml::table& root, const std::string& text) {
   table->insert_or_assign(leaf, value);
 }
 
+std::string default_run_dir(const std::string& name) { return (fs::path("runs") / fs::path(name).stem()).string(); }
+
 // Where the model section starts from: a preset, the model of a checkpoint, or nothing.
 ModelConfig base_model(toml::table& root, const std::string& name) {
   std::optional<ModelConfig> base;
@@ -64,7 +66,9 @@ ModelConfig base_model(toml::table& root, const std::string& name) {
   }
   if (const auto from = root["train"]["init_from"].value_exact<std::string>(); from && !from->empty()) {
     require(!base, kUsage, "{}: model.preset and train.init_from cannot be given together", name);
-    base = model_config_of(resolve_checkpoint(*from));
+    // A run that has begun no longer needs what it began from.
+    const std::vector<fs::path> begun = step_folders(root["run"]["dir"].value_or(default_run_dir(name)));
+    base = model_config_of(begun.empty() ? resolve_checkpoint(*from) : Checkpoint(begun.front()));
   }
   return base.value_or(ModelConfig{});
 }
@@ -158,7 +162,7 @@ void resolve_rest(RunConfig& config, const std::string& name) {
   require(config.checkpoint.every >= 0, kUsage, "{}: checkpoint.every must not be negative", name);
   require(config.checkpoint.keep >= 1, kUsage, "{}: checkpoint.keep = {} must be at least 1", name,
           config.checkpoint.keep);
-  if (config.run.dir.empty()) config.run.dir = (fs::path("runs") / fs::path(name).stem()).string();
+  if (config.run.dir.empty()) config.run.dir = default_run_dir(name);
 }
 
 }  // namespace

@@ -118,7 +118,6 @@ struct RunConfig {
 
   int64_t micro_batches() const { return train.global_batch / train.micro_batch; }
   int64_t tokens_per_step() const { return train.global_batch * model.sequence; }
-  int64_t data_seed() const { return data.seed.value_or(train.seed); }
   DType compute_dtype() const { return precision.compute == "bf16" ? DType::bf16 : DType::f32; }
   DType gradient_dtype() const { return precision.gradients == "bf16" ? DType::bf16 : DType::f32; }
 };

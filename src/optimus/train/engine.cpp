@@ -42,7 +42,6 @@ std::vector<float> read_floats_wait(Device& device, Tensor tensor) {
 Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::unique_ptr<Ops> ops,
                const EngineMemory& memory)
     : config_(config),
-      use_(use),
       device_(device),
       ops_(std::move(ops)),
       world_(make_self_communicator()),
@@ -69,6 +68,7 @@ Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::uniq
     const double uniform =
         double(config.tokens_per_step() * config.model.moe->top_k) / double(config.model.moe->experts);
     ops_->fill(step_counts_NE_, uniform);  // what the first step sees as the previous one
+    ops_->fill(previous_counts_NE_, uniform);
   }
   if (use == EngineUse::generation) {
     caches_.resize(size_t(config.model.layers));
@@ -80,8 +80,8 @@ Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::uniq
   }
   // Between the parameters the flat buffers have gaps; they must never hold anything but zeros.
   ops_->fill(parameters_.weights, 0.0);
+  if (!master_weights().same_view(parameters_.weights)) ops_->fill(master_weights(), 0.0);
   if (parameters_.gradients) ops_->fill(parameters_.gradients, 0.0);
-  ops_->fill(master_weights(), 0.0);
 }
 
 void Engine::initialise(uint64_t seed) {
@@ -98,6 +98,7 @@ void Engine::initialise(uint64_t seed) {
     int64_t first_row = 0;
     for (const Box& box : row.boxes) {
       const Tensor part = view.slice(first_row, box.size[0]);
+      expects(box.size.elements() == box.size[0] * elements_per_row, "initialise: {} is cut across its rows", row.name);
       ops_->fill_normal(part, float(row.init_std), generator, hash_name(row.name), box.begin[0] * elements_per_row);
       if (row.zero_row >= box.begin[0] && row.zero_row < box.begin[0] + box.size[0])
         ops_->fill(part.slice(row.zero_row - box.begin[0], 1), 0.0);
@@ -149,6 +150,10 @@ MicroBatch Engine::micro_batch(const MicroBatch& whole, int64_t first_sequence, 
           whole.positions_T.slice(first, tokens)};
 }
 
+void Engine::forget_step() {
+  if (step_counts_NE_) ops_->copy(previous_counts_NE_, step_counts_NE_);
+}
+
 void Engine::begin_sums() {
   ops_->fill(sums_, 0.0);
   if (!step_counts_NE_) return;
@@ -179,6 +184,7 @@ void Engine::step(int64_t step, const HostBatch& batch) {
   const Tensor squares = sums_.slice(3, 1);
   device_.from_host(control_, host_control);
   optimizer_->add_squares(*ops_, squares);
+  world_->all_reduce(sums_);
   ops_->clip_control(squares, loss_sums().cross_entropy, clip ? float(optimizer.clip_norm) : 0.0f, control_);
   optimizer_->update(*ops_, control_);
 }
@@ -225,7 +231,7 @@ StepResult Engine::evaluate_wait(const HostBatch& batch, const LogitsSink& sink)
   ops_->fill(sums_, 0.0);
   saved_.reset();
   Context c = context(Write::overwrite);
-  model_.infer(c, whole, scales_, loss_sums(), router_load(), sink);
+  model_.infer(c, whole, scales_, loss_sums(), {{}, step_counts_NE_}, sink);
   return result_wait();
 }
 
@@ -261,7 +267,7 @@ std::map<std::string, int64_t> Engine::peak_segments() const {
   std::map<std::string, int64_t> segments;
   for (const Arena* arena : {&persistent_, &saved_, &workspace_})
     for (const auto& [name, bytes] : arena->peak_segments())
-      if (bytes > 0) segments[name] += bytes;
+      if (bytes > 0) segments[(arena == &saved_ ? "saved: " : "") + name] += bytes;
   return segments;
 }
 
@@ -291,8 +297,7 @@ EnginePlan plan_engine(const RunConfig& config, EngineUse use) {
   return plan;
 }
 
-std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device) {
-  const EnginePlan plan = plan_engine(config, use);
+std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {
   if (device.capacity() > 0 && plan.memory.total() > device.capacity()) {
     std::vector<std::pair<int64_t, std::string>> largest;
     for (const auto& [name, bytes] : plan.segments) largest.emplace_back(bytes, name);

@@ -56,7 +56,6 @@ class Engine {
 
   const RunConfig& config() const { return config_; }
   const ParameterTable& table() const { return table_; }
-  Ops& ops() { return *ops_; }
   Device& device() { return device_; }
 
   /// Weights drawn by Philox, keyed by seed, parameter name and element: the same in every layout.
@@ -75,6 +74,9 @@ class Engine {
   void step(int64_t step, const HostBatch& batch);
   /// The last step's result; the host waits for it.
   StepResult result_wait();
+
+  /// After a step that was not finite, whose update was not made: the rest of the state as before it, too.
+  void forget_step();
 
   /// Forward and backward of a whole batch as one micro-batch; gradients stay in gradients().
   StepResult gradients_wait(const HostBatch& batch);
@@ -100,7 +102,6 @@ class Engine {
   void begin_sums();
 
   RunConfig config_;
-  EngineUse use_;
   Device& device_;
   std::unique_ptr<Ops> ops_;
   std::unique_ptr<Communicator> world_;
@@ -125,9 +126,8 @@ struct EnginePlan {
 };
 EnginePlan plan_engine(const RunConfig& config, EngineUse use);
 
-/// For a run on this machine: plans, checks the plan against the device, makes. Throws Error(kMemory) naming the largest
-/// segments when it does not fit.
-std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device);
+/// For a run on this machine. Throws Error(kMemory) naming the largest segments when the plan does not fit the device.
+std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan);
 
 /// The tensor's values on the host, bf16 widened; the host waits for the device.
 std::vector<float> read_floats_wait(Device& device, Tensor tensor);

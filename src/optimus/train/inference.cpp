@@ -24,7 +24,7 @@ Inference::Inference(Checkpoint checkpoint, EngineUse use, int64_t sequences, in
     config.model.sequence = sequence;
   }
   config.train.global_batch = config.train.micro_batch = sequences;
-  engine_ = make_engine(config, use, *device_);
+  engine_ = make_engine(config, use, *device_, plan_engine(config, use));
   load_weights(*engine_, checkpoint_);
   tokenizer_ = make_tokenizer(tokenizer_name(checkpoint_));
 }

@@ -13,6 +13,18 @@ Tensor elements_of(Tensor flat, const TensorPart& part, int64_t first, size_t by
   return flat.reshape({flat.elements()}).slice(part.offset + first, int64_t(bytes) / size_of(part.dtype));
 }
 
+// The origin's "source"; its hf/ is copied.
+nlohmann::json passed_on(const fs::path& origin, const CheckpointWriter& writer) {
+  const fs::path to = writer.partial_folder() / "hf";
+  if (fs::is_directory(origin / "hf")) {
+    make_folder(to);
+    for (const fs::directory_entry& entry : fs::directory_iterator(origin / "hf"))
+      copy_file_durably(entry.path(), to / entry.path().filename());
+    sync_folder(to);
+  }
+  return Checkpoint(origin).manifest().source;
+}
+
 void load_flat(Engine& engine, Checkpoint& checkpoint, const std::string& prefix, Tensor flat) {
   checkpoint.load(parts_of(engine.table(), prefix, flat.dtype),
                   [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
@@ -22,7 +34,7 @@ void load_flat(Engine& engine, Checkpoint& checkpoint, const std::string& prefix
 
 }  // namespace
 
-void save_state(Engine& engine, const fs::path& folder, int64_t step) {
+void save_state(Engine& engine, const fs::path& folder, int64_t step, const fs::path& origin) {
   CheckpointWriter writer(folder, step);
   auto from = [&](Tensor flat) {
     return [&engine, flat](const TensorPart& part, int64_t first, std::span<std::byte> out) {
@@ -32,10 +44,11 @@ void save_state(Engine& engine, const fs::path& folder, int64_t step) {
   writer.write("weights.safetensors", parts_of(engine.table(), "", DType::f32), from(engine.master_weights()));
 
   for (const FlatState& moment : engine.moments())
-    writer.write(moment.prefix + "safetensors", parts_of(engine.table(), moment.prefix, DType::f32), from(moment.flat));
+    writer.write(moment.prefix + "safetensors", parts_of(engine.table(), moment.prefix, moment.flat.dtype),
+                 from(moment.flat));
   if (const Tensor counts = engine.carried_counts())
     writer.write("router.safetensors", {counts_part(counts)}, from(counts));
-  writer.commit(section_to_json(engine.config()));
+  writer.commit(section_to_json(engine.config()), origin.empty() ? nlohmann::json() : passed_on(origin, writer));
 }
 
 void load_weights(Engine& engine, Checkpoint& checkpoint) {

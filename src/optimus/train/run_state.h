@@ -7,8 +7,10 @@
 
 namespace optimus {
 
-/// Commits the state after `step` updates as a folder; see CheckpointWriter. Error(kData).
-void save_state(Engine& engine, const fs::path& folder, int64_t step);
+/// Commits the state after `step` updates as a folder; see CheckpointWriter. `origin`, where not empty, is a checkpoint of
+/// the same model that was imported or descends from an import: where it came from (dtype, tokenizer files) is passed on,
+/// so that an export gives it back. Error(kData).
+void save_state(Engine& engine, const fs::path& folder, int64_t step, const fs::path& origin);
 
 /// Weights only (the start of a run, evaluation, generation). Error(kData) naming the tensor.
 void load_weights(Engine& engine, Checkpoint& checkpoint);

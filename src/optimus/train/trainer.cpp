@@ -23,8 +23,7 @@ fs::path prepared_run_folder(const RunConfig& config) {
   return fs::path(config.run.dir) / "lock";
 }
 
-void log_plan(const Engine& engine, const RunConfig& config) {
-  const EnginePlan plan = plan_engine(config, EngineUse::train);
+void log_plan(const EnginePlan& plan, const Engine& engine, const RunConfig& config) {
   log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:",
              double(engine.table().count()) / 1e6, flops_per_token(config.model) / 1e6);
   for (const auto& [name, bytes] : plan.segments) log().info("  {:<24} {:>10.2f} MiB", name, double(bytes) / 0x1p20);
@@ -61,14 +60,17 @@ void Trainer::start_or_resume() {
   if (config_.train.eval_every > 0)
     valid_.emplace(config_.data, sequence, config_.model.vocab, config_.train.eval_sequences);
 
-  engine_ = make_engine(config_, EngineUse::train, *device_);
-  log_plan(*engine_, config_);
+  const EnginePlan plan = plan_engine(config_, EngineUse::train);
+  engine_ = make_engine(config_, EngineUse::train, *device_, plan);
+  log_plan(plan, *engine_, config_);
   if (checkpoint) {
     load_state(*engine_, *checkpoint);
+    origin_ = checkpoint->folder();
     log().info("resumed from {}", checkpoint->folder().string());
   } else if (!config_.train.init_from.empty()) {
     Checkpoint source = resolve_checkpoint(config_.train.init_from);
     load_weights(*engine_, source);
+    origin_ = source.folder();
     log().info("weights from {}", source.folder().string());
   } else {
     engine_->initialise(uint64_t(config_.train.seed));
@@ -82,7 +84,12 @@ void Trainer::start_or_resume() {
 }
 
 int Trainer::run() {
-  while (completed_ < config_.train.steps && signal_ == 0) train_step(completed_);
+  try {
+    while (completed_ < config_.train.steps && signal_ == 0) train_step(completed_);
+  } catch (...) {
+    save_before_failing();
+    throw;
+  }
   if (completed_ != saved_) save(completed_);
   progress_.reset();
   return signal_ == 0 || completed_ >= config_.train.steps ? 0 : 128 + signal_;
@@ -93,11 +100,13 @@ void Trainer::train_step(int64_t step) {
   engine_->step(step, loader_->next(step));
   const StepResult result = engine_->result_wait();
   const double seconds = seconds_since(start);
-  require(
-      result.finite, ErrorKind::kNumerical,
-      "step {}: loss {} or gradient norm {} is not finite. The update was not made; {} holds the state after step {}. "
-      "A lower optimizer.lr or other data may help",
-      step + 1, result.loss, result.gradient_norm, config_.run.dir, std::max<int64_t>(saved_, 0));
+  if (!result.finite) {
+    engine_->forget_step();
+    fail(ErrorKind::kNumerical,
+         "step {}: loss {} or gradient norm {} is not finite. The update was not made: {} keeps the state before it. A "
+         "lower optimizer.lr or other data may help",
+         step + 1, result.loss, result.gradient_norm, config_.run.dir);
+  }
   completed_ = step + 1;
   report(completed_, seconds, result, evaluate(completed_));
   if (config_.checkpoint.every > 0 && completed_ % config_.checkpoint.every == 0) save(completed_);
@@ -154,9 +163,22 @@ void Trainer::report(int64_t completed, double seconds, const StepResult& result
   tensorboard_->flush();
 }
 
+// Whatever went wrong, the updates made so far are good. When they cannot be saved either, the first error is the one
+// to report.
+void Trainer::save_before_failing() {
+  try {
+    if (completed_ > std::max<int64_t>(saved_, 0)) save(completed_);
+  } catch (const Error& error) {
+    log().warn("the state after step {} could not be saved: {}", completed_, error.what());
+  }
+}
+
 void Trainer::save(int64_t completed) {
-  save_state(*engine_, step_folder(config_.run.dir, completed), completed);
+  progress_->finish();
+  const fs::path folder = step_folder(config_.run.dir, completed);
+  save_state(*engine_, folder, completed, origin_);
   saved_ = completed;
+  if (!origin_.empty()) origin_ = folder;  // the older one may be pruned
   prune(config_.run.dir, config_.checkpoint.keep);
 }
 

@@ -29,6 +29,7 @@ class Trainer {
   std::optional<double> evaluate(int64_t completed);
   void report(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss);
   void save(int64_t completed);
+  void save_before_failing();
 
   RunConfig config_;
   const std::atomic<int>& signal_;
@@ -37,6 +38,7 @@ class Trainer {
   std::unique_ptr<Engine> engine_;
   int64_t completed_ = 0;  ///< updates made
   int64_t saved_ = -1;     ///< updates in the newest checkpoint
+  fs::path origin_;        ///< checkpoint that the weights came from; empty for a fresh start
   std::optional<Loader> loader_;
   std::optional<EvalWindows> valid_;
   std::optional<MetricsFile> metrics_;

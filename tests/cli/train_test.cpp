@@ -230,6 +230,14 @@ TEST(Train, BadInputIsOneErrorAndLeavesNothing) {
       {{"model.moe.top_k=5"}, 2, {"top_k", "experts = 4"}},
       {{"model.hidden=33"}, 2, {"hidden = 33", "heads = 2"}},
       {{"model.kv_heads=3"}, 2, {"kv_heads"}},
+      {{"model.hidden=4611686018427387904"}, 2, {"model.hidden"}},
+      {{"model.moe.shared_experts=4611686018427387904"}, 2, {"shared_experts"}},
+      {{"model.vocab=9223372036854775807"}, 2, {"model.vocab"}},
+      {{"model.sequence=1e12"}, 2, {"model.sequence"}},
+      {{"train.global_batch=4e15"}, 2, {"train.global_batch"}},
+      {{"model.moe.experts=1e6", "model.moe.width=1e7", "model.hidden=4e6", "model.head_dim=16"}, 2, {"parameters"}},
+      {{"optimizer.lr=1e300"}, 2, {"optimizer.lr"}},
+      {{"optimizer.eps=1e-60"}, 2, {"optimizer.eps"}},
       {{"train.micro_batch=3"}, 2, {"micro_batch", "global_batch"}},
       {{"train.steps=0"}, 2, {"train.steps"}},
       {{"parallel.ep=2"}, 2, {"parallel.ep", "not implemented"}},
@@ -245,7 +253,7 @@ TEST(Train, BadInputIsOneErrorAndLeavesNothing) {
       {{fmt::format("data.train=[\"{}/missing.npy\"]", p)}, 3, {"missing.npy"}},
       {{fmt::format("train.init_from={}/missing", p)}, 3, {"missing"}},
       {{"run.dir=/proc/optimus-run"}, 3, {"/proc/optimus-run"}},
-      {{"train.global_batch=100000000", "train.micro_batch=100000000"}, 6, {"GiB", "micro_batch"}},
+      {{"train.global_batch=50000000", "train.micro_batch=50000000"}, 6, {"GiB", "micro_batch"}},
   };
   for (const BadInput& bad : cases) {
     const ProgramResult result = run.train(bad.overrides);
@@ -294,6 +302,24 @@ TEST(Train, NotFiniteStopsAndKeepsTheStateBeforeIt) {
   const std::string weights = run.bytes(saved->step(), "weights.safetensors");
   EXPECT_EQ(run.train(explode).code, 4) << "the step is deterministic";
   EXPECT_EQ(run.bytes(saved->step(), "weights.safetensors"), weights);
+}
+
+TEST(Train, OtherDataBehindTheSamePathIsRefused) {
+  TrainingRun run(20);
+  ASSERT_EQ(run.train({"train.steps=7"}).code, 0);
+  write_npy(run.path() / "train.npy", 16 * 200, 64, 9);
+  const ProgramResult result = run.train();
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_MENTIONS(result.err, "data.train");
+}
+
+TEST(Train, WeightsThatOverflowAreNotSaved) {
+  TrainingRun run(20);
+  EXPECT_EQ(run.train({"optimizer.lr=3e38", "optimizer.min_lr=3e38", "optimizer.eps=1e-30",
+                       "optimizer.weight_decay=1e30", "checkpoint.every=1"})
+                .code,
+            4);
+  EXPECT_TRUE(step_folders(run.dir()).empty());
 }
 
 TEST(Train, ARunThatHasBegunNeedsItsOriginNoMore) {

@@ -31,7 +31,7 @@ int open_or_fail(const fs::path& path, int flags, const char* what) {
 }  // namespace
 
 MappedFile::MappedFile(const fs::path& path) : path_(path) {
-  const int descriptor = open_or_fail(path, O_RDONLY, "open");
+  const int descriptor = open_or_fail(path, O_RDONLY | O_NONBLOCK, "open");
   struct stat info {};
   const bool known = fstat(descriptor, &info) == 0;
   const int stat_code = errno;

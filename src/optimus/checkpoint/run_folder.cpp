@@ -33,6 +33,8 @@ std::vector<std::string> names_in_checkpoints(const fs::path& run_dir) {
 std::optional<Checkpoint> open_checked(const fs::path& folder, Checkpoint::Check check) {
   try {
     Checkpoint checkpoint(folder);
+    require(step_of(folder.filename().string()) == checkpoint.step(), ErrorKind::kData,
+            "it holds the state after step {}", checkpoint.step());
     const std::vector<Damage> damages = checkpoint.damages(check);
     if (damages.empty()) return checkpoint;
     log().warn("checkpoint {} is damaged and is not used: {}", folder.string(), damage_text(damages));

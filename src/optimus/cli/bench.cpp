@@ -78,6 +78,7 @@ struct Bench {
       ops = std::move(wrapped);
     }
     plan = plan_engine(config, EngineUse::train);
+    check_fits(plan, *device);
     engine = std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops), plan.memory);
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);

@@ -34,6 +34,7 @@ void evaluate_data(const EvalOptions& options) {
     weight += batch_weight;
   }
   const double loss = sum / weight;
+  require(std::isfinite(loss), ErrorKind::kNumerical, "{}: the loss is not finite", options.checkpoint);
   print({{"loss", loss},
          {"perplexity", std::exp(loss)},
          {"tokens", int64_t(weight)},

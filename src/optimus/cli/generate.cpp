@@ -1,4 +1,6 @@
 // optimus generate CHECKPOINT --prompt TEXT [--tokens N] [--temperature T] [--top-p P] [--seed S]
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include <CLI/CLI.hpp>
@@ -18,6 +20,8 @@ struct GenerateOptions {
 };
 
 void generate(const GenerateOptions& options) {
+  require(std::isfinite(options.sampling.temperature) && std::isfinite(options.sampling.top_p), ErrorKind::kUsage,
+          "--temperature and --top-p must be finite");
   Inference inference(resolve_checkpoint(options.checkpoint), EngineUse::generation, 1);
   const Tokenizer& tokenizer = inference.tokenizer();
   const ModelConfig& model = inference.config().model;
@@ -40,6 +44,8 @@ void generate(const GenerateOptions& options) {
     const std::vector<int32_t> fresh(text.begin() + ptrdiff_t(start) + cached, text.end());
     std::vector<float> logits = inference.engine().decode_wait(fresh);
     cached += int64_t(fresh.size());
+    require(std::all_of(logits.begin(), logits.end(), [](float logit) { return std::isfinite(logit); }),
+            ErrorKind::kNumerical, "{}: the logits are not finite", options.checkpoint);
     logits.resize(size_t(tokenizer.vocab()));  // ids past it only pad the vocabulary
     const int32_t token = sample_token(options.sampling, logits, i);
     if (token == tokenizer.end_of_document()) break;

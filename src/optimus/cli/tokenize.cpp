@@ -64,6 +64,12 @@ class Corpus {
 void tokenize(const TokenizeOptions& options) {
   const auto tokenizer = make_tokenizer(options.tokenizer);
   if (const fs::path folder = fs::path(options.out).parent_path(); !folder.empty()) make_folder(folder);
+  for (const std::string& input : options.inputs)
+    for (const char* ending : {".bin", ".idx"}) {
+      std::error_code absent;
+      require(!fs::equivalent(input, megatron_prefix(options.out) + ending, absent), ErrorKind::kUsage,
+              "--out {} would replace the input {}", options.out, input);
+    }
   MegatronWriter writer(options.out, tokenizer->vocab());
   Corpus corpus(*tokenizer, writer);
   for (const std::string& input : options.inputs) {

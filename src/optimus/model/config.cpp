@@ -7,13 +7,20 @@ namespace {
 
 constexpr auto kUsage = ErrorKind::kUsage;
 
+// Far beyond any model, and small enough that products of a few of them stay inside 64 bits.
+void check_size(const std::string& where, const char* key, int64_t value, int64_t smallest, int64_t largest) {
+  require(value >= smallest && value <= largest, kUsage, "{}: model.{} = {} must lie between {} and {}", where, key,
+          value, smallest, largest);
+}
+constexpr int64_t kLargestWidth = int64_t(1) << 24;
+
 void check_moe(const MoeConfig& moe, int64_t layers, const std::string& where) {
-  require(moe.experts >= 1, kUsage, "{}: model.moe.experts = {} must be at least 1", where, moe.experts);
+  check_size(where, "moe.experts", moe.experts, 1, int64_t(1) << 20);
   require(moe.top_k >= 1 && moe.top_k <= moe.experts, kUsage,
           "{}: model.moe.top_k = {} must lie between 1 and model.moe.experts = {}", where, moe.top_k, moe.experts);
-  require(moe.width >= 1, kUsage, "{}: model.moe.width = {} must be at least 1", where, moe.width);
-  require(moe.shared_experts >= 0 && moe.shared_width >= 0, kUsage,
-          "{}: model.moe.shared_experts and shared_width must not be negative", where);
+  check_size(where, "moe.width", moe.width, 1, kLargestWidth);
+  check_size(where, "moe.shared_experts", moe.shared_experts, 0, int64_t(1) << 20);
+  check_size(where, "moe.shared_width", moe.shared_width, 0, kLargestWidth);
   require(moe.first_dense_layers >= 0 && moe.first_dense_layers <= layers, kUsage,
           "{}: model.moe.first_dense_layers = {} must lie between 0 and model.layers = {}", where,
           moe.first_dense_layers, layers);
@@ -35,9 +42,9 @@ void check_moe(const MoeConfig& moe, int64_t layers, const std::string& where) {
 }  // namespace
 
 void ModelConfig::resolve(const std::string& where) {
-  require(layers >= 1, kUsage, "{}: model.layers = {} must be at least 1", where, layers);
-  require(hidden >= 1, kUsage, "{}: model.hidden = {} must be at least 1", where, hidden);
-  require(heads >= 1, kUsage, "{}: model.heads = {} must be at least 1", where, heads);
+  check_size(where, "layers", layers, 1, 10000);
+  check_size(where, "hidden", hidden, 1, kLargestWidth);
+  check_size(where, "heads", heads, 1, int64_t(1) << 16);
   if (kv_heads == 0) kv_heads = heads;
   require(kv_heads >= 1 && heads % kv_heads == 0, kUsage, "{}: model.kv_heads = {} must divide model.heads = {}", where,
           kv_heads, heads);
@@ -47,12 +54,13 @@ void ModelConfig::resolve(const std::string& where) {
             hidden, heads);
     head_dim = hidden / heads;
   }
+  check_size(where, "head_dim", head_dim, 1, int64_t(1) << 16);
   require(head_dim >= 2 && head_dim % 2 == 0, kUsage, "{}: model.head_dim = {} must be even (rotary pairs)", where,
           head_dim);
   if (mlp_width == 0) mlp_width = 4 * hidden;
-  require(mlp_width >= 1, kUsage, "{}: model.mlp_width = {} must be at least 1", where, mlp_width);
-  require(sequence >= 2, kUsage, "{}: model.sequence = {} must be at least 2", where, sequence);
-  require(vocab >= 1, kUsage, "{}: model.vocab = {} must be at least 1", where, vocab);
+  check_size(where, "mlp_width", mlp_width, 1, kLargestWidth);
+  check_size(where, "sequence", sequence, 2, (int64_t(1) << 31) - 1);
+  check_size(where, "vocab", vocab, 1, (int64_t(1) << 31) - 1);
   require(padding_token >= -1 && padding_token < vocab, kUsage,
           "{}: model.padding_token = {} must be -1 (none) or below model.vocab = {}", where, padding_token, vocab);
   require(norm_eps > 0, kUsage, "{}: model.norm_eps = {} must be positive", where, norm_eps);
@@ -61,6 +69,9 @@ void ModelConfig::resolve(const std::string& where) {
   require(objective == "causal", kUsage, "{}: model.objective = \"{}\" is not implemented yet; use \"causal\"", where,
           objective);
   if (moe) check_moe(*moe, layers, where);
+  const double parameters =
+      double(layers) * double(hidden) * (moe ? 3.0 * double(moe->experts) * double(moe->width) : double(mlp_width));
+  require(parameters < 1e15, kUsage, "{}: a model of {:.1e} parameters is beyond any machine", where, parameters);
 }
 
 double flops_per_token(const ModelConfig& model) {

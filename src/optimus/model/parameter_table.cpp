@@ -13,6 +13,7 @@ ParameterId ParameterTable::add(Parameter parameter) {
   for (size_t i = 1; i < parameter.boxes.size(); ++i) parameter.local[0] += parameter.boxes[i].size[0];
   parameter.offset = elements_;
   elements_ += (parameter.local.elements() + kAlignment - 1) / kAlignment * kAlignment;
+  by_name_.emplace(parameter.name, ParameterId(rows_.size()));
   rows_.push_back(std::move(parameter));
   return ParameterId(rows_.size() - 1);
 }
@@ -28,9 +29,8 @@ ParameterId ParameterTable::add_normal(std::string name, Shape shape, double std
 }
 
 ParameterId ParameterTable::find(const std::string& name) const {
-  for (size_t i = 0; i < rows_.size(); ++i)
-    if (rows_[i].name == name) return ParameterId(i);
-  return -1;
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? -1 : found->second;
 }
 
 int64_t ParameterTable::count() const {

@@ -5,6 +5,7 @@
 // checkpoints. Offsets are counted in elements and are the same in the flat weight, gradient and optimizer buffers.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,7 @@ class ParameterTable {
 
  private:
   std::vector<Parameter> rows_;
+  std::map<std::string, ParameterId> by_name_;
   int64_t elements_ = 0;
 };
 

@@ -2,7 +2,7 @@
 
 namespace optimus {
 namespace {
-constexpr int64_t kUnbounded = int64_t(1) << 50;
+constexpr int64_t kUnbounded = int64_t(1) << 60;
 }
 
 Arena::Arena(Device& device, std::string name, int64_t capacity)
@@ -15,6 +15,7 @@ Arena::~Arena() { device_.release(base_, dry_ ? kUnbounded / 64 : capacity_); }
 
 Tensor Arena::allocate(DType dtype, Shape shape, std::string_view segment) {
   const int64_t bytes = (shape.elements() * size_of(dtype) + kAlignment - 1) / kAlignment * kAlignment;
+  require(!dry_ || used_ + bytes <= capacity_, ErrorKind::kMemory, "the run needs more than {} bytes", capacity_);
   expects(used_ + bytes <= capacity_, "arena {}: {} bytes for '{}' exceed the planned {} ({} in use)", name_, bytes,
           segment, capacity_, used_);
   Tensor out(base_ + used_, dtype, shape);

@@ -110,7 +110,9 @@ void resolve_parallel(const RunConfig& config, const std::string& name) {
 
 void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
   TrainConfig& train = config.train;
-  require(train.global_batch >= 1, kUsage, "{}: train.global_batch = {} must be at least 1", name, train.global_batch);
+  constexpr int64_t kLargestBatch = (int64_t(1) << 31) - 1;
+  require(train.global_batch >= 1 && train.global_batch <= kLargestBatch, kUsage,
+          "{}: train.global_batch = {} must lie between 1 and {}", name, train.global_batch, kLargestBatch);
   if (train.micro_batch == 0) {
     train.micro_batch = std::min<int64_t>(8, train.global_batch);
     while (train.global_batch % train.micro_batch) --train.micro_batch;
@@ -119,6 +121,15 @@ void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
           "{}: train.micro_batch = {} must divide train.global_batch = {}", name, train.micro_batch,
           train.global_batch);
   require(train.steps >= 0 && train.tokens >= 0, kUsage, "{}: train.steps and train.tokens must not be negative", name);
+  constexpr int64_t kMost = int64_t(1) << 60;
+  require(train.steps <= kMost && train.tokens <= kMost, kUsage, "{}: train.steps and train.tokens end at {}", name,
+          kMost);
+  const double routed = double(train.micro_batch) * double(config.model.sequence) *
+                        double(config.model.moe ? config.model.moe->top_k : 1);
+  require(routed < double(kLargestBatch), kUsage,
+          "{}: a micro-batch of {} sequences of {} tokens has more rows than the index of a kernel; lower "
+          "train.micro_batch",
+          name, train.micro_batch, config.model.sequence);
   require(train.steps == 0 || train.tokens == 0, kUsage, "{}: give train.steps or train.tokens, not both", name);
   if (train.steps == 0) train.steps = (train.tokens + config.tokens_per_step() - 1) / config.tokens_per_step();
   train.tokens = 0;
@@ -142,7 +153,12 @@ void resolve_optimizer(RunConfig& config, const std::string& name) {
           "{}: optimizer.warmup_steps and decay_steps must not be negative", name);
   for (const auto& [key, beta] : {std::pair{"beta1", optimizer.beta1}, {"beta2", optimizer.beta2}})
     require(beta >= 0 && beta < 1, kUsage, "{}: optimizer.{} = {} must lie in [0, 1)", name, key, beta);
-  require(optimizer.eps > 0, kUsage, "{}: optimizer.eps = {} must be positive", name, optimizer.eps);
+  // The kernels compute in f32.
+  require(float(optimizer.eps) > 0, kUsage, "{}: optimizer.eps = {} must be positive, also in f32", name,
+          optimizer.eps);
+  for (const auto& [key, value] :
+       {std::pair{"lr", optimizer.lr}, {"min_lr", *optimizer.min_lr}, {"weight_decay", optimizer.weight_decay}})
+    require(std::isfinite(float(value)), kUsage, "{}: optimizer.{} = {} is beyond f32", name, key, value);
   require(optimizer.weight_decay >= 0 && optimizer.clip_norm >= 0, kUsage,
           "{}: optimizer.weight_decay and clip_norm must not be negative", name);
 }

@@ -150,6 +150,15 @@ MicroBatch Engine::micro_batch(const MicroBatch& whole, int64_t first_sequence, 
           whole.positions_T.slice(first, tokens)};
 }
 
+bool Engine::weights_finite_wait() {
+  const Tensor squares = sums_.slice(3, 1);  // free between steps
+  double sum = 0;
+  ops_->fill(squares, 0.0);
+  ops_->sum_squares(master_weights(), squares);
+  device_.to_host_wait(&sum, squares);
+  return std::isfinite(sum);
+}
+
 void Engine::forget_step() {
   if (step_counts_NE_) ops_->copy(previous_counts_NE_, step_counts_NE_);
 }
@@ -297,7 +306,7 @@ EnginePlan plan_engine(const RunConfig& config, EngineUse use) {
   return plan;
 }
 
-std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {
+void check_fits(const EnginePlan& plan, const Device& device) {
   if (device.capacity() > 0 && plan.memory.total() > device.capacity()) {
     std::vector<std::pair<int64_t, std::string>> largest;
     for (const auto& [name, bytes] : plan.segments) largest.emplace_back(bytes, name);
@@ -311,6 +320,10 @@ std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Devi
         "model.sequence needs less",
         double(plan.memory.total()) / 0x1p30, double(device.capacity()) / 0x1p30, names);
   }
+}
+
+std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {
+  check_fits(plan, device);
   return std::make_unique<Engine>(config, use, device, make_cpu_ops(), plan.memory);
 }
 

@@ -75,6 +75,8 @@ class Engine {
   /// The last step's result; the host waits for it.
   StepResult result_wait();
 
+  /// Whether every weight is finite: an update of finite numbers can still overflow.
+  bool weights_finite_wait();
   /// After a step that was not finite, whose update was not made: the rest of the state as before it, too.
   void forget_step();
 
@@ -125,6 +127,9 @@ struct EnginePlan {
   double step_flops = 0;                    ///< of the products of one step, all micro-batches
 };
 EnginePlan plan_engine(const RunConfig& config, EngineUse use);
+
+/// Throws Error(kMemory) naming the largest segments when the plan does not fit the device.
+void check_fits(const EnginePlan& plan, const Device& device);
 
 /// For a run on this machine. Throws Error(kMemory) naming the largest segments when the plan does not fit the device.
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan);

@@ -34,7 +34,7 @@ void load_flat(Engine& engine, Checkpoint& checkpoint, const std::string& prefix
 
 }  // namespace
 
-void save_state(Engine& engine, const fs::path& folder, int64_t step, const fs::path& origin) {
+void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::json sections, const fs::path& origin) {
   CheckpointWriter writer(folder, step);
   auto from = [&](Tensor flat) {
     return [&engine, flat](const TensorPart& part, int64_t first, std::span<std::byte> out) {
@@ -48,7 +48,7 @@ void save_state(Engine& engine, const fs::path& folder, int64_t step, const fs::
                  from(moment.flat));
   if (const Tensor counts = engine.carried_counts())
     writer.write("router.safetensors", {counts_part(counts)}, from(counts));
-  writer.commit(section_to_json(engine.config()), origin.empty() ? nlohmann::json() : passed_on(origin, writer));
+  writer.commit(std::move(sections), origin.empty() ? nlohmann::json() : passed_on(origin, writer));
 }
 
 void load_weights(Engine& engine, Checkpoint& checkpoint) {
@@ -86,6 +86,16 @@ void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {
     for (const auto& [key, value] : model->items()) check("model", key);
   for (const char* key : {"train", "format", "tokenizer", "shuffle", "seed"}) check("data", key);
   for (const char* key : {"seed", "global_batch"}) check("train", key);
+}
+
+void check_same_data(const Loader& loader, const Checkpoint& checkpoint) {
+  const nlohmann::json& data = member_of(checkpoint.manifest().config, "data", checkpoint.folder().string());
+  const int64_t before = natural_of(member_of(data, "windows", checkpoint.folder().string()), "data.windows");
+  require(
+      loader.windows() == before, ErrorKind::kUsage,
+      "data.train has {} windows now, but {} when the run in {} was saved: the files have changed. Restore them, or "
+      "give another run.dir",
+      loader.windows(), before, checkpoint.folder().string());
 }
 
 }  // namespace optimus

@@ -10,7 +10,8 @@ namespace optimus {
 /// Commits the state after `step` updates as a folder; see CheckpointWriter. `origin`, where not empty, is a checkpoint of
 /// the same model that was imported or descends from an import: where it came from (dtype, tokenizer files) is passed on,
 /// so that an export gives it back. Error(kData).
-void save_state(Engine& engine, const fs::path& folder, int64_t step, const fs::path& origin);
+/// `sections` is the run's configuration for the manifest.
+void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::json sections, const fs::path& origin);
 
 /// Weights only (the start of a run, evaluation, generation). Error(kData) naming the tensor.
 void load_weights(Engine& engine, Checkpoint& checkpoint);
@@ -20,5 +21,7 @@ void load_state(Engine& engine, Checkpoint& checkpoint);
 /// Error(kUsage) naming the first key in which `config` differs from the checkpoint's run where it may not: model, data
 /// order, seed, sequence, global batch.
 void check_same_run(const RunConfig& config, const Checkpoint& checkpoint);
+/// Error(kUsage) when the training data behind the same paths has another number of windows.
+void check_same_data(const Loader& loader, const Checkpoint& checkpoint);
 
 }  // namespace optimus

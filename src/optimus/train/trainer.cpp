@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "optimus/base/json.h"
 #include "optimus/base/log.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/optim/schedule.h"
@@ -64,6 +65,7 @@ void Trainer::start_or_resume() {
   engine_ = make_engine(config_, EngineUse::train, *device_, plan);
   log_plan(plan, *engine_, config_);
   if (checkpoint) {
+    check_same_data(*loader_, *checkpoint);
     load_state(*engine_, *checkpoint);
     origin_ = checkpoint->folder();
     log().info("resumed from {}", checkpoint->folder().string());
@@ -116,6 +118,7 @@ std::optional<double> Trainer::evaluate(int64_t completed) {
   if (!valid_ || completed % config_.train.eval_every != 0) return std::nullopt;
   double sum = 0, weight = 0;
   for (int64_t first = 0; first < valid_->windows(); first += config_.train.micro_batch) {
+    if (signal_ != 0) return std::nullopt;  // the time left is for the last checkpoint
     const HostBatch batch = valid_->batch(first, std::min(config_.train.micro_batch, valid_->windows() - first));
     const double batch_weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
     sum += engine_->evaluate_wait(batch).cross_entropy * batch_weight;
@@ -175,8 +178,12 @@ void Trainer::save_before_failing() {
 
 void Trainer::save(int64_t completed) {
   progress_->finish();
+  require(engine_->weights_finite_wait(), ErrorKind::kNumerical,
+          "the weights after step {} are not finite; they are not saved. A lower optimizer.lr may help", completed);
   const fs::path folder = step_folder(config_.run.dir, completed);
-  save_state(*engine_, folder, completed, origin_);
+  nlohmann::json sections = section_to_json(config_);
+  sections["data"]["windows"] = loader_->windows();
+  save_state(*engine_, folder, completed, std::move(sections), origin_);
   saved_ = completed;
   if (!origin_.empty()) origin_ = folder;  // the older one may be pruned
   prune(config_.run.dir, config_.checkpoint.keep);

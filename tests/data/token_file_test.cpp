@@ -120,6 +120,17 @@ TEST(TokenFile, ReadsPartsAcrossTheFile) {
   EXPECT_THROW(file.read(998, 3, ids.data()), std::logic_error);
 }
 
+TEST(TokenFile, AFileCutWhileInUseIsAnError) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "cut.u16";
+  write_bytes(path, std::string(100000, '\0'));
+  const TokenFile file(path);
+  std::vector<int32_t> ids(10);
+  file.read(40000, 10, ids.data());
+  write_bytes(path, std::string(10, '\0'));
+  EXPECT_THROW(file.read(40000, 10, ids.data()), Error);
+}
+
 TEST(TokenFile, MegatronRoundTrip) {
   const TemporaryFolder folder;
   for (const int64_t vocab : {65536, 65537}) {

@@ -140,6 +140,12 @@ TokenFile::TokenFile(const Located& located, int64_t vocab)
 
 void TokenFile::read(int64_t begin, int64_t count, int32_t* out) const {
   expects(begin >= 0 && count >= 0 && begin <= size() - count, "tokens {} to {} of {}", begin, begin + count, size());
+  // Reading a mapping past the end of a file that was cut ends the process (SIGBUS), without a word.
+  std::error_code unknown;
+  const auto bytes = fs::file_size(file_.path(), unknown);
+  require(!unknown && int64_t(bytes) >= file_.size(), ErrorKind::kData,
+          "{} is gone or was cut while in use (it had {} bytes); restore it and start again", file_.path().string(),
+          file_.size());
   visit_element(layout_.type, [&](auto element) {
     const int64_t offset = layout_.offset + begin * element.kBytes;
     const std::byte* from = file_.data() + offset;

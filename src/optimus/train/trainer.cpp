@@ -118,7 +118,6 @@ std::optional<double> Trainer::evaluate(int64_t completed) {
   if (!valid_ || completed % config_.train.eval_every != 0) return std::nullopt;
   double sum = 0, weight = 0;
   for (int64_t first = 0; first < valid_->windows(); first += config_.train.micro_batch) {
-    if (signal_ != 0) return std::nullopt;  // the time left is for the last checkpoint
     const HostBatch batch = valid_->batch(first, std::min(config_.train.micro_batch, valid_->windows() - first));
     const double batch_weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
     sum += engine_->evaluate_wait(batch).cross_entropy * batch_weight;

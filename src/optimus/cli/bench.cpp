@@ -10,6 +10,7 @@
 #include "optimus/cli/commands.h"
 #include "optimus/ops/timed_ops.h"
 #include "optimus/train/engine.h"
+#include "optimus/train/metrics.h"
 
 namespace optimus {
 namespace {
@@ -99,11 +100,7 @@ struct Bench {
   /// Busiest expert over the mean, worst layer of the last step.
   double max_over_mean() const {
     double worst = 0;
-    for (const auto& counts : result.expert_counts) {
-      double sum = 0, most = 0;
-      for (double count : counts) sum += count, most = std::max(most, count);
-      worst = std::max(worst, most * double(counts.size()) / sum);
-    }
+    for (const auto& counts : result.expert_counts) worst = std::max(worst, layer_load(0, counts).max_over_mean);
     return worst;
   }
 

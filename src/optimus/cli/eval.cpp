@@ -1,12 +1,12 @@
 // optimus eval CHECKPOINT --data PATH [--sequences N]
 // optimus eval CHECKPOINT --ids FILE.npy [--logits OUT.safetensors] [--gradients OUT.safetensors]
-#include <numeric>
 
 #include <CLI/CLI.hpp>
 
 #include "optimus/checkpoint/export.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/cli/commands.h"
+#include "optimus/train/evaluation.h"
 #include "optimus/train/inference.h"
 
 namespace optimus {
@@ -26,14 +26,7 @@ void evaluate_data(const EvalOptions& options) {
   DataConfig data;
   data.valid = {{options.data, std::nullopt}};
   const EvalWindows windows(data, model.sequence, model.vocab, options.sequences);
-  double sum = 0, weight = 0;
-  for (int64_t first = 0; first < windows.windows(); first += kSequencesAtOnce) {
-    const HostBatch batch = windows.batch(first, std::min(kSequencesAtOnce, windows.windows() - first));
-    const double batch_weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
-    sum += inference.engine().evaluate_wait(batch).cross_entropy * batch_weight;
-    weight += batch_weight;
-  }
-  const double loss = sum / weight;
+  const auto [loss, weight] = evaluate_windows_wait(inference.engine(), windows, kSequencesAtOnce);
   require(std::isfinite(loss), ErrorKind::kNumerical, "{}: the loss is not finite", options.checkpoint);
   print({{"loss", loss},
          {"perplexity", std::exp(loss)},

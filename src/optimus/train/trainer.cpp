@@ -4,12 +4,12 @@
 
 #include <chrono>
 #include <cmath>
-#include <numeric>
 
 #include "optimus/base/json.h"
 #include "optimus/base/log.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/optim/schedule.h"
+#include "optimus/train/evaluation.h"
 #include "optimus/train/run_state.h"
 
 namespace optimus {
@@ -116,14 +116,7 @@ void Trainer::train_step(int64_t step) {
 
 std::optional<double> Trainer::evaluate(int64_t completed) {
   if (!valid_ || completed % config_.train.eval_every != 0) return std::nullopt;
-  double sum = 0, weight = 0;
-  for (int64_t first = 0; first < valid_->windows(); first += config_.train.micro_batch) {
-    const HostBatch batch = valid_->batch(first, std::min(config_.train.micro_batch, valid_->windows() - first));
-    const double batch_weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
-    sum += engine_->evaluate_wait(batch).cross_entropy * batch_weight;
-    weight += batch_weight;
-  }
-  return sum / weight;
+  return evaluate_windows_wait(*engine_, *valid_, config_.train.micro_batch).loss;
 }
 
 void Trainer::report(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss) {

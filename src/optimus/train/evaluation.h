@@ -1,0 +1,17 @@
+// The cross-entropy of a model on a validation set, in batches.
+#pragma once
+
+#include "optimus/data/loader.h"
+#include "optimus/train/engine.h"
+
+namespace optimus {
+
+struct Evaluation {
+  double loss = 0;    ///< mean cross-entropy over the targets
+  double weight = 0;  ///< sum of the targets' weights
+};
+
+/// Over all windows, at most `sequences` at once. The host waits for the device; no state of the engine changes.
+Evaluation evaluate_windows_wait(Engine& engine, const EvalWindows& windows, int64_t sequences);
+
+}  // namespace optimus

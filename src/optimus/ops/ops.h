@@ -29,14 +29,16 @@ enum class NormKind : uint8_t { rms, layer };
 enum class ScoreKind : uint8_t { softmax, sigmoid };
 enum class RopeDirection : uint8_t { forward, backward };
 
-/// Which rows belong to which expert and to which token; made by Ops::route, read by gather, combine and the grouped
-/// products. Rows are grouped by local expert, tokens ascending inside each (K1..K3 of the Optimus paper).
+/// Which rows belong to which expert (or destination rank) and to which token; made by Ops::route and
+/// Ops::route_to_ranks, read by gather, combine and the grouped products. Rows are grouped by local expert, tokens
+/// ascending inside each (K1..K3 of the Optimus paper).
 struct RouteIndex {
-  Tensor offsets_L1;  ///< i32 [L+1], non-decreasing, offsets[L] = number of routed rows R'
-  Tensor token_R;     ///< i32 [R], row -> token
-  Tensor slot_R;      ///< i32 [R], row -> flat (token, k) index t*K + k
-  Tensor row_ptr_T1;  ///< i32 [T+1], token -> first entry of its row list (CSR)
-  Tensor row_R;       ///< i32 [R], the rows of each token, k ascending
+  Tensor offsets_L1;         ///< i32 [L+1], non-decreasing, offsets[L] = number of routed rows R'
+  Tensor token_R;            ///< i32 [R], row -> token
+  Tensor slot_R;             ///< i32 [R], row -> flat (token, k) index t*K + k
+  Tensor row_ptr_T1;         ///< i32 [T+1], token -> first entry of its row list (CSR)
+  Tensor row_R;              ///< i32 [R], the rows of each token, k ascending
+  double balanced_rows = 0;  ///< with perfectly balanced experts: what cost models count and kernels do not read
 };
 
 struct AttentionShape {
@@ -84,14 +86,15 @@ class Ops {
   // ---- products ----
   /// y[M,N] = op(a)[M,K] * op(b)[K,N] + addend. a, b real alike; y and addend f32 or bf16, alike.
   virtual void matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) = 0;
-  /// Rows grouped by expert times each expert's matrix: y[r] = x[r] * w[e(r)]^T, e(r) from offsets (on the device).
+  /// Rows grouped by expert times each expert's matrix: y[r] = x[r] * w[e(r)]^T, e(r) from index.offsets (on the device).
   /// x [R,K], w [L,N,K], y [R,N]. Rows past offsets[L] are left untouched.
-  virtual void grouped_matmul(Tensor x_RK, Tensor w_LNK, Tensor offsets_L1, Tensor y_RN) = 0;
+  virtual void grouped_matmul(Tensor x_RK, Tensor w_LNK, const RouteIndex& index, Tensor y_RN) = 0;
   /// The input gradient of it: dx[r] = dy[r] * w[e(r)]. Rows past offsets[L] are left untouched.
-  virtual void grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, Tensor offsets_L1, Tensor dx_RK) = 0;
+  virtual void grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, const RouteIndex& index, Tensor dx_RK) = 0;
   /// The weight gradient of it: dw[e] (+)= dy[rows of e]^T * x[rows of e]. An expert without rows gets zeros (overwrite)
   /// or keeps its values (accumulate). dw has the gradient type.
-  virtual void grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, Tensor offsets_L1, Tensor dw_LNK, Write write) = 0;
+  virtual void grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, const RouteIndex& index, Tensor dw_LNK,
+                                     Write write) = 0;
 
   // ---- embedding ----
   /// y[t] = w[ids[t]]. ids i32 [T], w real [V,D].
@@ -156,11 +159,17 @@ class Ops {
 
   // ---- dispatch ----
   /// Index of the (token, k) pairs whose expert lies in [first_expert, first_expert + L), L = offsets_L1's length - 1.
-  /// Pairs of tokens are enumerated exactly once. Capacity of token_R etc. is T*min(K, L) at least.
-  virtual void route(Tensor ids_TK, int64_t first_expert, const RouteIndex& index) = 0;
-  /// rows[r] = x[token[r]] for r < offsets[L].
+  /// Pairs are enumerated exactly once, in the order of rows; of that order the index describes the wave
+  /// [first_row, first_row + R), R = token_R's length: rows are counted from first_row, offsets are clamped to [0, R],
+  /// and a token's list holds its rows of the wave only. Pairs with other experts (ids < 0 among them) have no row.
+  virtual void route(Tensor ids_TK, int64_t first_expert, int64_t first_row, const RouteIndex& index) = 0;
+  /// The same with destination ranks in place of experts, each token once a rank: rank p takes every token one of whose
+  /// experts lies in [p*experts_per_rank, (p+1)*experts_per_rank). P = offsets_L1's length - 1 ranks; token_R holds at
+  /// least T*min(K,P) rows; slot_R is not used.
+  virtual void route_to_ranks(Tensor ids_TK, int64_t experts_per_rank, const RouteIndex& index) = 0;
+  /// rows[r] = x[token[r]] for r < offsets[L]. x real or i32.
   virtual void gather_rows(Tensor x_TD, const RouteIndex& index, Tensor rows_RD) = 0;
-  /// y[t] = sum of the token's rows (k ascending, f32) + addend[t].
+  /// y[t] = sum of the token's rows (k ascending, f32) + addend[t]. rows, addend, y real alike.
   virtual void combine_rows(Tensor rows_RD, const RouteIndex& index, Tensor addend_TD, Tensor y_TD) = 0;
 
   // ---- loss ----

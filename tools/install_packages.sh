@@ -5,6 +5,7 @@ set -euo pipefail
 
 packages=(
   build-essential g++ cmake ninja-build ccache
+  libopenmpi-dev openmpi-bin
   libdnnl-dev ocl-icd-libopencl1 libfmt-dev libspdlog-dev libxxhash-dev
   libtomlplusplus-dev libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev libbenchmark-dev

@@ -19,9 +19,16 @@ Indices offsets_of(const Indices& counts) {
 }
 
 /// Rows for the experts, then spare ones that hold NaN: whoever reads them shows it.
-Values with_spare_rows(Values rows, int64_t columns) {
-  rows.resize(rows.size() + size_t(kSpareRows * columns), NAN);
+Values with_spare_rows(Values rows, int64_t spare_rows, int64_t columns) {
+  rows.resize(rows.size() + size_t(spare_rows * columns), NAN);
   return rows;
+}
+
+/// An index as far as grouped products read it.
+RouteIndex index_of(Workspace& w, const Indices& offsets) {
+  RouteIndex index;
+  index.offsets_L1 = w.indices({int64_t(offsets.size())}, offsets);
+  return index;
 }
 
 Values routed(const Workspace& w, const Tensor& x, const Indices& offsets) {
@@ -33,10 +40,11 @@ struct GroupedCase {
   int64_t n, k;
   DType type;
   Layout layout = Layout::contiguous;
+  int64_t spare_rows = kSpareRows;
 
   int64_t experts() const { return int64_t(counts.size()); }
   Indices offsets() const { return offsets_of(counts); }
-  int64_t capacity() const { return offsets().back() + kSpareRows; }
+  int64_t capacity() const { return offsets().back() + spare_rows; }
   std::string text() const {
     return fmt::format("rows {} n {} k {} {} {}", fmt::join(counts, " "), n, k, name_of(type),
                        layout == Layout::pitched ? "pitched" : "");
@@ -48,15 +56,17 @@ void check_forward_and_input(Device& device, Ops& ops, const GroupedCase& c) {
   Workspace w(device);
   const Indices offsets = c.offsets();
   const int64_t rows = offsets.back();
-  const Tensor x = w.input(c.type, {c.capacity(), c.k}, with_spare_rows(normal_values(rows * c.k, 1), c.k), c.layout);
-  const Tensor dy = w.input(c.type, {c.capacity(), c.n}, with_spare_rows(normal_values(rows * c.n, 2), c.n), c.layout);
+  const Values x_values = with_spare_rows(normal_values(rows * c.k, 1), c.spare_rows, c.k);
+  const Values dy_values = with_spare_rows(normal_values(rows * c.n, 2), c.spare_rows, c.n);
+  const Tensor x = w.input(c.type, {c.capacity(), c.k}, x_values, c.layout);
+  const Tensor dy = w.input(c.type, {c.capacity(), c.n}, dy_values, c.layout);
   const Tensor weight = w.input(c.type, {c.experts(), c.n, c.k}, normal_values(c.experts() * c.n * c.k, 3));
-  const Tensor offsets_L1 = w.indices({c.experts() + 1}, offsets);
+  const RouteIndex index = index_of(w, offsets);
   const Tensor y = w.output(c.type, {c.capacity(), c.n}, c.layout),
                dx = w.output(c.type, {c.capacity(), c.k}, c.layout);
   w.run([&] {
-    ops.grouped_matmul(x, weight, offsets_L1, y);
-    ops.grouped_matmul_input(dy, weight, offsets_L1, dx);
+    ops.grouped_matmul(x, weight, index, y);
+    ops.grouped_matmul_input(dy, weight, index, dx);
   });
   const Values weights = w.read(weight);
   EXPECT_TRUE(close(routed(w, y, offsets), reference::grouped_matmul(routed(w, x, offsets), weights, offsets, c.n, c.k),
@@ -66,8 +76,8 @@ void check_forward_and_input(Device& device, Ops& ops, const GroupedCase& c) {
                     reference::grouped_matmul_input(routed(w, dy, offsets), weights, offsets, c.n, c.k),
                     tolerance_of(c.type)))
       << "dx";
-  EXPECT_TRUE(w.untouched(y.slice(rows, kSpareRows))) << "y past the last expert's rows";
-  EXPECT_TRUE(w.untouched(dx.slice(rows, kSpareRows))) << "dx past the last expert's rows";
+  EXPECT_TRUE(w.untouched(y.slice(rows, c.spare_rows))) << "y past the last expert's rows";
+  EXPECT_TRUE(w.untouched(dx.slice(rows, c.spare_rows))) << "dx past the last expert's rows";
 }
 
 void check_weight(Device& device, Ops& ops, const GroupedCase& c, DType gradient, Write write) {
@@ -75,15 +85,17 @@ void check_weight(Device& device, Ops& ops, const GroupedCase& c, DType gradient
   Workspace w(device);
   const Indices offsets = c.offsets();
   const int64_t rows = offsets.back(), size = c.experts() * c.n * c.k;
-  const Tensor x = w.input(c.type, {c.capacity(), c.k}, with_spare_rows(normal_values(rows * c.k, 1), c.k), c.layout);
-  const Tensor dy = w.input(c.type, {c.capacity(), c.n}, with_spare_rows(normal_values(rows * c.n, 2), c.n), c.layout);
-  const Tensor offsets_L1 = w.indices({c.experts() + 1}, offsets);
+  const Values x_values = with_spare_rows(normal_values(rows * c.k, 1), c.spare_rows, c.k);
+  const Values dy_values = with_spare_rows(normal_values(rows * c.n, 2), c.spare_rows, c.n);
+  const Tensor x = w.input(c.type, {c.capacity(), c.k}, x_values, c.layout);
+  const Tensor dy = w.input(c.type, {c.capacity(), c.n}, dy_values, c.layout);
+  const RouteIndex index = index_of(w, offsets);
   const Shape shape{c.experts(), c.n, c.k};
   const Tensor dw =
       write == Write::overwrite ? w.output(gradient, shape) : w.in_out(gradient, shape, normal_values(size, 4));
   Values expected = reference::grouped_matmul_weight(routed(w, dy, offsets), routed(w, x, offsets), offsets, c.n, c.k);
   if (write == Write::accumulate) expected = reference::sum(expected, w.read(dw));
-  w.run([&] { ops.grouped_matmul_weight(dy, x, offsets_L1, dw, write); });
+  w.run([&] { ops.grouped_matmul_weight(dy, x, index, dw, write); });
   EXPECT_TRUE(close(w.read(dw), expected, tolerance_of(gradient)));
   for (int64_t e = 0; e < c.experts(); ++e) {  // an expert's small gradient must not hide behind a large one's
     const Values one(expected.begin() + e * c.n * c.k, expected.begin() + (e + 1) * c.n * c.k);
@@ -107,6 +119,13 @@ TEST_P(GroupedMatmulTest, EmptyExpertsAnywhere) {
     for (DType type : {DType::f32, DType::bf16})
       for (Layout layout : {Layout::contiguous, Layout::pitched})
         check_all(device(), ops(), {counts, 12, 20, type, layout});
+}
+
+TEST_P(GroupedMatmulTest, BuffersWithoutRows) {
+  for (const Indices& counts : std::vector<Indices>{{0}, {0, 0, 0}})
+    for (DType type : {DType::f32, DType::bf16})
+      for (Layout layout : {Layout::contiguous, Layout::pitched})
+        check_all(device(), ops(), {counts, 12, 20, type, layout, 0});
 }
 
 TEST_P(GroupedMatmulTest, WildlyUnequalExperts) {

@@ -103,6 +103,26 @@ TEST_P(SwigluTest, Backward) {
       }
 }
 
+// A row count of zero on the device, whatever the buffers hold: nothing is written.
+TEST_P(SwigluTest, NoRows) {
+  for (int64_t capacity : {0, 5})
+    for (DType type : {DType::f32, DType::bf16}) {
+      SCOPED_TRACE(fmt::format("capacity {} {}", capacity, name_of(type)));
+      Workspace w(device());
+      const int64_t width = 3;
+      const Tensor h = w.input(type, {capacity, 2 * width}, Values(size_t(capacity * 2 * width), NAN));
+      const Tensor da = w.input(type, {capacity, width}, Values(size_t(capacity * width), NAN));
+      const Tensor gates = w.input(DType::f32, {4}, {1, 2, 3, 4}), rows = w.indices({1}, {0});
+      const Tensor slots = w.indices({capacity}, Indices(size_t(capacity), -1));
+      const Tensor a = w.output(type, da.shape), dh = w.output(type, h.shape), dgates = w.output(DType::f32, {4});
+      w.run([&] {
+        ops().swiglu(h, gates, slots, rows, a);
+        ops().swiglu_backward(h, da, gates, slots, rows, dh, a, dgates);
+      });
+      for (const Tensor& output : {a, dh, dgates}) EXPECT_TRUE(w.untouched(output));
+    }
+}
+
 // silu far from zero: exp(100) must not turn the result into NaN.
 TEST_P(SwigluTest, Saturates) {
   Workspace w(device());

@@ -355,6 +355,51 @@ Route route(const Indices& ids, int64_t top_k, int64_t first_expert, int64_t loc
   return out;
 }
 
+Route wave(const Route& all, int64_t first_row, int64_t capacity) {
+  Route out{{}, {}, {}, {0}, {}};
+  const auto inside = [&](int64_t row) { return row >= first_row && row < first_row + capacity; };
+  for (int64_t offset : all.offsets)
+    out.offsets.push_back(std::min(std::max(offset, first_row), first_row + capacity) - first_row);
+  for (size_t row = 0; row < all.token.size(); ++row) {
+    if (!inside(int64_t(row))) continue;
+    out.token.push_back(all.token[row]);
+    out.slot.push_back(all.slot[row]);
+  }
+  for (size_t t = 0; t + 1 < all.row_ptr.size(); ++t) {
+    for (int64_t entry = all.row_ptr[t]; entry < all.row_ptr[t + 1]; ++entry)
+      if (inside(all.row[count_of(entry)])) out.row.push_back(all.row[count_of(entry)] - first_row);
+    out.row_ptr.push_back(int64_t(out.row.size()));
+  }
+  return out;
+}
+
+Route route_to_ranks(const Indices& ids, int64_t top_k, int64_t experts_per_rank, int64_t ranks) {
+  const int64_t tokens = int64_t(ids.size()) / top_k;
+  std::vector<Indices> ranks_of(count_of(tokens));  // without repetition, in the order of the token's experts
+  for (size_t slot = 0; slot < ids.size(); ++slot) {
+    Indices& mine = ranks_of[slot / count_of(top_k)];
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      for (int64_t expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank; ++expert)
+        if (ids[slot] == expert && std::find(mine.begin(), mine.end(), rank) == mine.end()) mine.push_back(rank);
+  }
+  Route out{{0}, {}, {}, {0}, {}};
+  std::vector<Indices> row_of(count_of(tokens), Indices(count_of(ranks)));
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const Indices& mine = ranks_of[count_of(t)];
+      if (std::find(mine.begin(), mine.end(), rank) == mine.end()) continue;
+      row_of[count_of(t)][count_of(rank)] = int64_t(out.token.size());
+      out.token.push_back(t);
+    }
+    out.offsets.push_back(int64_t(out.token.size()));
+  }
+  for (size_t t = 0; t < ranks_of.size(); ++t) {
+    for (int64_t rank : ranks_of[t]) out.row.push_back(row_of[t][count_of(rank)]);
+    out.row_ptr.push_back(int64_t(out.row.size()));
+  }
+  return out;
+}
+
 Values gather_rows(const Values& x, const Route& route, int64_t hidden) { return embedding(route.token, x, hidden); }
 
 Values combine_rows(const Values& rows, const Route& route, int64_t hidden) {

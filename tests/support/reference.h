@@ -76,7 +76,12 @@ Values router_backward(const RouterShape& shape, const Values& logits, const Ind
 struct Route {
   Indices offsets, token, slot, row_ptr, row;
 };
+/// All rows.
 Route route(const Indices& ids, int64_t top_k, int64_t first_expert, int64_t local_experts);
+/// The rows [first_row, first_row + capacity) of them, counted from first_row.
+Route wave(const Route& all, int64_t first_row, int64_t capacity);
+/// No slots; a token's rows are in the order in which its experts first name their ranks.
+Route route_to_ranks(const Indices& ids, int64_t top_k, int64_t experts_per_rank, int64_t ranks);
 Values gather_rows(const Values& x, const Route& route, int64_t hidden);
 Values combine_rows(const Values& rows, const Route& route, int64_t hidden);
 

@@ -24,13 +24,29 @@ void ReferenceOps::put(Tensor tensor, const Values& values) {
     detail::encode(tensor.dtype, values[size_t(i)], tensor.at_row(i / columns) + (i % columns) * size_of(tensor.dtype));
 }
 
+reference::Route ReferenceOps::get_route(const RouteIndex& index) {
+  reference::Route out;
+  out.offsets = get_indices(index.offsets_L1);
+  out.token = get_indices(index.token_R.slice(0, out.offsets.back()));
+  out.row_ptr = get_indices(index.row_ptr_T1);
+  return out;
+}
+
+void ReferenceOps::put_route(const RouteIndex& index, const reference::Route& route) {
+  put(index.offsets_L1, to_values(route.offsets));
+  put(index.token_R, to_values(route.token));
+  put(index.slot_R, to_values(route.slot));
+  put(index.row_ptr_T1, to_values(route.row_ptr));
+  put(index.row_R, to_values(route.row));
+}
+
 void ReferenceOps::matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) {
   const int64_t k = ta == Transpose::no ? a.columns() : a.rows();
   put(y, plus(reference::matmul(get(a), ta, get(b), tb, y.rows(), y.columns(), k), addend));
 }
 
-void ReferenceOps::grouped_matmul(Tensor x, Tensor w, Tensor offsets, Tensor y) {
-  put(y, reference::grouped_matmul(get(x), get(w), get_indices(offsets), y.columns(), x.columns()));
+void ReferenceOps::grouped_matmul(Tensor x, Tensor w, const RouteIndex& index, Tensor y) {
+  put(y, reference::grouped_matmul(get(x), get(w), get_indices(index.offsets_L1), y.columns(), x.columns()));
 }
 
 void ReferenceOps::embedding(Tensor ids, Tensor w, Tensor y) {
@@ -57,14 +73,14 @@ void ReferenceOps::attention(const AttentionShape& shape, Tensor q, Tensor k, Te
 }
 
 void ReferenceOps::swiglu(Tensor h, Tensor gates, Tensor slots, Tensor rows, Tensor a) {
-  Values gate_R(size_t(h.rows()), 1.0);
+  const int64_t count = rows ? get_indices(rows)[0] : h.rows();
+  Values gate_R(size_t(count), 1.0);
   if (gates) {
     const Values all = get(gates);
     const Indices slot = get_indices(slots);
-    const int64_t count = rows ? get_indices(rows)[0] : h.rows();
     for (int64_t r = 0; r < count; ++r) gate_R[size_t(r)] = all[size_t(slot[size_t(r)])];
   }
-  put(a, reference::swiglu(get(h), gate_R, a.columns()));
+  put(a, reference::swiglu(get(h.slice(0, count)), gate_R, a.columns()));
 }
 
 void ReferenceOps::router(const RouterShape& shape, Tensor logits, Tensor bias, Tensor probs, Tensor gates, Tensor ids,
@@ -108,23 +124,24 @@ void ReferenceOps::balance_loss(Tensor counts, Tensor prob_sums, Tensor fixed_f,
   put(loss, {get(loss)[0] + scale * double(E) * total});
 }
 
-void ReferenceOps::route(Tensor ids, int64_t first_expert, const RouteIndex& index) {
-  const reference::Route made =
+void ReferenceOps::route(Tensor ids, int64_t first_expert, int64_t first_row, const RouteIndex& index) {
+  const reference::Route all =
       reference::route(get_indices(ids), ids.columns(), first_expert, index.offsets_L1.elements() - 1);
-  put(index.offsets_L1, to_values(made.offsets));
-  put(index.token_R, to_values(made.token));
-  put(index.slot_R, to_values(made.slot));
-  put(index.row_ptr_T1, to_values(made.row_ptr));
-  put(index.row_R, to_values(made.row));
-  routes_[index.offsets_L1.data] = made;
+  put_route(index, reference::wave(all, first_row, index.token_R.elements()));
+}
+
+void ReferenceOps::route_to_ranks(Tensor ids, int64_t experts_per_rank, const RouteIndex& index) {
+  put_route(index, reference::route_to_ranks(get_indices(ids), ids.columns(), experts_per_rank,
+                                             index.offsets_L1.elements() - 1));
 }
 
 void ReferenceOps::gather_rows(Tensor x, const RouteIndex& index, Tensor rows) {
-  put(rows, reference::gather_rows(get(x), routes_.at(index.offsets_L1.data), x.columns()));
+  put(rows, reference::gather_rows(get(x), get_route(index), x.columns()));
 }
 
 void ReferenceOps::combine_rows(Tensor rows, const RouteIndex& index, Tensor addend, Tensor y) {
-  put(y, plus(reference::combine_rows(get(rows), routes_.at(index.offsets_L1.data), rows.columns()), addend));
+  const reference::Route route = get_route(index);
+  put(y, plus(reference::combine_rows(get(rows.slice(0, route.offsets.back())), route, rows.columns()), addend));
 }
 
 void ReferenceOps::cross_entropy(Tensor logits, Tensor targets, Tensor weights, float, Tensor loss) {

@@ -2,8 +2,6 @@
 // the whole model's loss to about 1e-9 for central differences. The router's choice can be recorded and held fixed.
 #pragma once
 
-#include <map>
-
 #include "support/reference.h"
 
 namespace optimus::test {
@@ -18,7 +16,7 @@ class ReferenceOps final : public Ops {
   void copy(Tensor from, Tensor to) override { put(to, get(from)); }
   void add(Tensor a, Tensor b, Tensor y) override { put(y, reference::sum(get(a), get(b))); }
   void matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) override;
-  void grouped_matmul(Tensor x, Tensor w, Tensor offsets, Tensor y) override;
+  void grouped_matmul(Tensor x, Tensor w, const RouteIndex& index, Tensor y) override;
   void embedding(Tensor ids, Tensor w, Tensor y) override;
   void norm(NormKind kind, float eps, int64_t groups, Tensor x, Tensor weight, Tensor bias, Tensor addend, Tensor y,
             Tensor statistics) override;
@@ -31,14 +29,15 @@ class ReferenceOps final : public Ops {
                          Tensor prob_sums, Tensor z_sum) override;
   void balance_loss(Tensor counts, Tensor prob_sums, Tensor fixed_f, double tokens, double scale, double gradient_scale,
                     Tensor loss, Tensor gradient) override;
-  void route(Tensor ids, int64_t first_expert, const RouteIndex& index) override;
+  void route(Tensor ids, int64_t first_expert, int64_t first_row, const RouteIndex& index) override;
+  void route_to_ranks(Tensor ids, int64_t experts_per_rank, const RouteIndex& index) override;
   void gather_rows(Tensor x, const RouteIndex& index, Tensor rows) override;
   void combine_rows(Tensor rows, const RouteIndex& index, Tensor addend, Tensor y) override;
   void cross_entropy(Tensor logits, Tensor targets, Tensor weights, float scale, Tensor loss) override;
 
   void fill_normal(Tensor, float, const Philox&, uint64_t, int64_t) override { unused(); }
-  void grouped_matmul_input(Tensor, Tensor, Tensor, Tensor) override { unused(); }
-  void grouped_matmul_weight(Tensor, Tensor, Tensor, Tensor, Write) override { unused(); }
+  void grouped_matmul_input(Tensor, Tensor, const RouteIndex&, Tensor) override { unused(); }
+  void grouped_matmul_weight(Tensor, Tensor, const RouteIndex&, Tensor, Write) override { unused(); }
   void embedding_backward(Tensor, Tensor, Tensor, int64_t, Write) override { unused(); }
   void norm_backward(NormKind, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                      Write) override {
@@ -62,6 +61,9 @@ class ReferenceOps final : public Ops {
   static void put(Tensor tensor, const Values& values);
 
  private:
+  /// As far as the reference's gather and combine read it.
+  static reference::Route get_route(const RouteIndex& index);
+  static void put_route(const RouteIndex& index, const reference::Route& route);
   [[noreturn]] static void unused() { throw std::logic_error("the reference runs forward only"); }
   static Values plus(Values values, Tensor addend) {
     return addend ? reference::sum(values, get(addend)) : std::move(values);
@@ -70,7 +72,6 @@ class ReferenceOps final : public Ops {
   bool hold_ = false;
   size_t call_ = 0;
   std::vector<Indices> choices_;
-  std::map<const void*, reference::Route> routes_;  ///< by the index's offsets
 };
 
 }  // namespace optimus::test

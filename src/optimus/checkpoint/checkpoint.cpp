@@ -23,6 +23,36 @@ std::optional<Box> intersection(const Box& a, const Box& b) {
   return common;
 }
 
+/// Elements [first, first + count) of a contiguous box, row-major, as boxes in their order: along the first dimension
+/// that the run crosses, what is left of a row, whole rows, and the beginning of another.
+std::vector<Box> boxes_of_run(const Box& box, int64_t first, int64_t count) {
+  std::vector<Box> pieces;
+  const int rank = box.size.rank();
+  const auto cut = [&](auto&& self, Box within, int dimension, int64_t begin, int64_t end) -> void {
+    if (begin >= end) return;
+    int64_t row = 1;  // elements of an entry of `dimension`
+    for (int i = dimension + 1; i < rank; ++i) row *= box.size[i];
+    const auto entries = [&](int64_t from, int64_t to) {
+      Box part = within;
+      part.begin[dimension] += from;
+      part.size[dimension] = to - from;
+      return part;
+    };
+    const int64_t whole_begin = (begin + row - 1) / row, whole_end = end / row;
+    if (whole_begin > whole_end) {  // inside one row
+      self(self, entries(whole_end, whole_end + 1), dimension + 1, begin - whole_end * row, end - whole_end * row);
+      return;
+    }
+    if (begin < whole_begin * row)
+      self(self, entries(whole_begin - 1, whole_begin), dimension + 1, begin - (whole_begin - 1) * row, row);
+    if (whole_begin < whole_end) pieces.push_back(entries(whole_begin, whole_end));
+    if (whole_end * row < end) self(self, entries(whole_end, whole_end + 1), dimension + 1, 0, end - whole_end * row);
+  };
+  if (rank == 0) return {box};
+  cut(cut, box, 0, first, first + count);
+  return pieces;
+}
+
 struct Piece {
   const Slice* slice;
   Box box;
@@ -36,11 +66,19 @@ std::vector<Piece> pieces_of(const TensorRecord& record, const Box& box, const f
   for (const Slice& slice : record.slices) {
     const std::optional<Box> common = intersection(slice.box, box);
     if (!common) continue;
-    for (const Piece& other : pieces)
-      require(!intersection(other.box, *common), ErrorKind::kData, "{}: tensor {}: slices overlap at {}",
-              folder.string(), record.name, box_text(*common));
     covered += common->size.elements();
     pieces.push_back({&slice, *common});
+  }
+  // Overlaps are looked for among pieces that share an entry of the first dimension: few, however many slices there are.
+  if (box.size.rank() > 0) {
+    std::stable_sort(pieces.begin(), pieces.end(),
+                     [](const Piece& a, const Piece& b) { return a.box.begin[0] < b.box.begin[0]; });
+    for (size_t i = 0; i < pieces.size(); ++i)
+      for (size_t j = i + 1; j < pieces.size(); ++j) {
+        if (pieces[j].box.begin[0] >= pieces[i].box.begin[0] + pieces[i].box.size[0]) break;
+        require(!intersection(pieces[i].box, pieces[j].box), ErrorKind::kData, "{}: tensor {}: slices overlap at {}",
+                folder.string(), record.name, box_text(pieces[j].box));
+      }
   }
   require(covered == box.size.elements(), ErrorKind::kData,
           "{}: tensor {}: {} of the {} elements of {} are in no slice", folder.string(), record.name,
@@ -80,13 +118,22 @@ bool matches(const SafetensorsTensor& tensor, const TensorRecord& record, const 
 
 }  // namespace
 
-std::vector<TensorPart> parts_of(const ParameterTable& table, const std::string& prefix, DType dtype) {
+std::vector<TensorPart> parts_of(const ParameterTable& table, const std::string& prefix, DType dtype, int64_t begin,
+                                 int64_t count, int64_t offset) {
   std::vector<TensorPart> parts;
-  for (const Parameter& row : table.rows()) {
-    int64_t offset = row.offset;
+  for (const RowRange& range : table.rows_in(begin, count)) {
+    const Parameter& row = table[range.id];
+    int64_t box_first = 0, at = offset + range.offset - begin;
     for (const Box& box : row.boxes) {
-      parts.push_back({prefix + row.name, dtype, row.global, box, offset});
-      offset += box.size.elements();
+      const int64_t elements = box.size.elements();
+      const int64_t first = std::max(range.first, box_first);
+      const int64_t last = std::min(range.first + range.count, box_first + elements);
+      if (first < last)
+        for (const Box& piece : boxes_of_run(box, first - box_first, last - first)) {
+          parts.push_back({prefix + row.name, dtype, row.global, piece, at});
+          at += piece.size.elements();
+        }
+      box_first += elements;
     }
   }
   return parts;

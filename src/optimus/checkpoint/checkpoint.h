@@ -22,11 +22,14 @@ struct TensorPart {
   DType dtype = DType::f32;
   Shape global;
   Box box;
-  int64_t offset = 0;  ///< first element in the caller's flat buffer; not used here
+  int64_t offset = 0;  ///< first element in the caller's buffer; not used here
 };
 
-/// The boxes that a rank holds, in the order of the flat buffers. `prefix` + the parameter's name is the tensor's.
-std::vector<TensorPart> parts_of(const ParameterTable& table, const std::string& prefix, DType dtype);
+/// A run of elements of the flat buffers as boxes of tensors: of a tensor that is cut, the rest of its first row, whole
+/// rows, and the beginning of its last. `offset` is where the run's first element lies in the caller's buffer; `prefix` +
+/// the parameter's name is the tensor's.
+std::vector<TensorPart> parts_of(const ParameterTable& table, const std::string& prefix, DType dtype, int64_t begin,
+                                 int64_t count, int64_t offset);
 
 struct Damage {
   std::string file, tensor, message;

@@ -92,9 +92,10 @@ std::string checksum_of_text(const std::string& text) {
 
 }  // namespace
 
-Manifest Manifest::read(const fs::path& path) {
-  const std::string file = path.string();
-  json root = parse_json(read_text(path), file);
+Manifest Manifest::read(const fs::path& path) { return parse(read_text(path), path.string()); }
+
+Manifest Manifest::parse(const std::string& text, const std::string& file) {
+  json root = parse_json(text, file);
   const int64_t version = natural_of(member_of(root, "format_version", file), file + ": format_version");
   require(version <= kFormatVersion, ErrorKind::kData,
           "{}: format version {} is newer than {}, the newest that optimus {} reads; use the version that wrote it",

@@ -47,6 +47,8 @@ struct Manifest {
 
   /// Error(kData) naming the file and the key for anything unexpected, a newer format version first of all.
   static Manifest read(const fs::path& path);
+  /// The same from its text; `file` serves messages.
+  static Manifest parse(const std::string& text, const std::string& file);
   std::string text() const;
 };
 

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "optimus/checkpoint/checksum.h"
+#include "optimus/comm/together.h"
 
 namespace optimus {
 namespace {
@@ -53,8 +54,23 @@ void move_into_place(const fs::path& partial, const fs::path& folder) {
 
 }  // namespace
 
+CheckpointWriter::CheckpointWriter(const fs::path& folder, int64_t step, Processes& processes)
+    : processes_(processes), folder_(without_trailing_slash(folder)), partial_(with_ending(folder_, ".partial")) {
+  manifest_.step = step;
+  manifest_.config = nlohmann::json::object();
+  together(processes_, [&] {
+    if (processes_.rank() != 0) return;
+    std::error_code ignored;
+    fs::remove_all(partial_, ignored);
+    make_folder(partial_);
+  });
+}
+
 CheckpointWriter::CheckpointWriter(const fs::path& folder, int64_t step)
-    : folder_(without_trailing_slash(folder)), partial_(with_ending(folder_, ".partial")) {
+    : alone_(make_single_process()),
+      processes_(*alone_),
+      folder_(without_trailing_slash(folder)),
+      partial_(with_ending(folder_, ".partial")) {
   manifest_.step = step;
   std::error_code ignored;
   fs::remove_all(partial_, ignored);
@@ -63,10 +79,15 @@ CheckpointWriter::CheckpointWriter(const fs::path& folder, int64_t step)
 
 CheckpointWriter::~CheckpointWriter() {
   std::error_code ignored;
-  if (!committed_) fs::remove_all(partial_, ignored);
+  if (!committed_ && processes_.rank() == 0) fs::remove_all(partial_, ignored);
 }
 
-void CheckpointWriter::write(const std::string& file, const std::vector<TensorPart>& parts, const Fill& fill) {
+void CheckpointWriter::write(const std::string& name, const std::vector<TensorPart>& parts, const Fill& fill) {
+  if (parts.empty()) return;
+  const fs::path path(name);
+  const std::string file = processes_.size() == 1 ? name
+                                                  : fmt::format("{}-{:05}{}", path.stem().string(), processes_.rank(),
+                                                                path.extension().string());
   std::vector<SafetensorsTensor> tensors;
   for (const TensorPart& part : parts) tensors.push_back(tensor_of(part));
   SafetensorsWriter out(partial_ / file, tensors);
@@ -92,16 +113,31 @@ void CheckpointWriter::write(const std::string& file, const std::vector<TensorPa
   out.close();
 }
 
+void CheckpointWriter::gather_records() {
+  const std::vector<std::string> texts = processes_.gather(manifest_.text());
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    const Manifest other = Manifest::parse(texts[rank], fmt::format("the records of rank {}", rank));
+    for (const auto& [name, record] : other.tensors) {
+      const auto [found, added] = manifest_.tensors.try_emplace(name, record);
+      if (!added) found->second.slices.insert(found->second.slices.end(), record.slices.begin(), record.slices.end());
+    }
+  }
+}
+
 void CheckpointWriter::commit(nlohmann::json config, nlohmann::json source) {
-  manifest_.config = std::move(config);
-  manifest_.source = std::move(source);
-  OutputFile file(partial_ / "manifest.json");
-  file.write(manifest_.text());
-  file.close();
-  sync_folder(partial_);
-  move_into_place(partial_, folder_);
+  if (processes_.size() > 1) gather_records();
+  together(processes_, [&] {
+    if (processes_.rank() != 0) return;
+    manifest_.config = std::move(config);
+    manifest_.source = std::move(source);
+    OutputFile file(partial_ / "manifest.json");
+    file.write(manifest_.text());
+    file.close();
+    sync_folder(partial_);
+    move_into_place(partial_, folder_);
+    sync_folder(folder_.parent_path());
+  });
   committed_ = true;
-  sync_folder(folder_.parent_path());
 }
 
 void copy_file_durably(const fs::path& from, const fs::path& to) {

@@ -1,6 +1,9 @@
 // optimus bench step CONFIG.toml [--set ...] [--json]   whole training steps against the machine's own ceiling
 // optimus bench ops  CONFIG.toml [--set ...] [--json]   the same steps op by op
 //
+// Under mpirun the ranks share the work as the configuration says; with a pipeline, `step` also reports the bubble, as
+// measured and as the schedule's simulation has it with the measured times of its actions.
+//
 // Rates are medians of repeated steps on real data where data.train exists and on random tokens otherwise; routing is
 // whatever the router chooses. The ceiling is a 2048-cubed f32 product, measured before and after in the same process.
 #include <chrono>
@@ -8,6 +11,7 @@
 #include <CLI/CLI.hpp>
 
 #include "optimus/cli/commands.h"
+#include "optimus/cli/ranks.h"
 #include "optimus/ops/timed_ops.h"
 #include "optimus/train/engine.h"
 #include "optimus/train/metrics.h"
@@ -56,20 +60,22 @@ bool data_exists(const DataConfig& data) {
   });
 }
 
-HostBatch random_batch(const RunConfig& config, int64_t step) {
-  std::vector<int32_t> tokens(size_t(config.tokens_per_step()));
+HostBatch random_batch(const RunConfig& config, int64_t step, int64_t first_sequence) {
+  std::vector<int32_t> tokens(size_t(config.local_batch() * config.model.sequence));
   const Philox generator = philox_for(uint64_t(config.train.seed), "bench tokens");
   for (size_t i = 0; i < tokens.size(); ++i) {
     uint32_t words[4];
-    generator(i, uint64_t(step), words);
+    generator(i + size_t(first_sequence * config.model.sequence), uint64_t(step), words);
     tokens[i] = int32_t(words[0] % uint32_t(config.model.vocab));
   }
   return next_token_batch(std::move(tokens), config.model.sequence);
 }
 
 struct Bench {
-  Bench(const BenchOptions& options, bool timed)
-      : config(load_config(options.config, options.overrides, ConfigUse::shape)), device(make_cpu_device()) {
+  Bench(const BenchOptions& options, Processes& processes, bool timed)
+      : config(load_config(options.config, options.overrides, ConfigUse::shape, processes.size())),
+        device(make_cpu_device()),
+        first_sequence(place_of(config.mesh, processes.rank()).dp * config.local_batch()) {
     // The learning rate must be what training has: a router that does not train would stay at its start.
     if (config.train.steps == 0) config.optimizer.decay_steps = std::max<int64_t>(options.steps, 1);
     auto ops = make_cpu_ops();
@@ -78,20 +84,22 @@ struct Bench {
       profile = wrapped.get();
       ops = std::move(wrapped);
     }
-    plan = plan_engine(config, EngineUse::train);
-    check_fits(plan, *device);
-    engine = std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops), plan.memory);
+    plan = plan_engine(config, EngineUse::train, processes.rank());
+    check_fits(plan, *device, processes.local_size());
+    engine = std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops),
+                                      make_groups(processes, config.mesh), plan.memory);
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
       loader.emplace(
           config.data,
-          BatchPart{config.model.sequence, config.model.vocab, config.train.global_batch, 0, config.train.global_batch},
+          BatchPart{config.model.sequence, config.model.vocab, config.train.global_batch, first_sequence,
+                    config.local_batch()},
           config.train.seed);
   }
 
   double step(int64_t number) {
-    const HostBatch batch = loader ? loader->next(number) : random_batch(config, number);
+    const HostBatch batch = loader ? loader->next(number) : random_batch(config, number, first_sequence);
     const auto start = Clock::now();
     engine->step(number, batch);
     result = engine->result_wait();
@@ -106,6 +114,7 @@ struct Bench {
 
   RunConfig config;
   std::unique_ptr<Device> device;
+  int64_t first_sequence;
   TimedOps* profile = nullptr;
   EnginePlan plan;
   std::unique_ptr<Engine> engine;
@@ -114,44 +123,116 @@ struct Bench {
   StepResult result;
 };
 
-void bench_step(const BenchOptions& options) {
+/// Seconds of this rank's actions by kind and chunk, and of whole schedules.
+class ActionTimes {
+ public:
+  explicit ActionTimes(Engine& engine) {
+    engine.on_action = [this](const Action* action) { begin(action); };
+  }
+  /// [chunk][forward, backward (or its input half), weight half], a text for the other ranks.
+  std::string text() const { return nlohmann::json{{"actions", seconds_}, {"schedule", schedule_}}.dump(); }
+
+ private:
+  void begin(const Action* action) {
+    const auto now = Clock::now();
+    if (last_) seconds_[fmt::format("{} {}", int(last_->kind), last_->chunk)].push_back(
+        std::chrono::duration<double>(now - last_time_).count());
+    if (!last_ && action) first_time_ = now;
+    if (!action) schedule_.push_back(std::chrono::duration<double>(now - first_time_).count());
+    last_time_ = now;
+    last_ = action ? std::optional<Action>(*action) : std::nullopt;
+  }
+
+  std::map<std::string, std::vector<double>> seconds_;
+  std::vector<double> schedule_;
+  std::optional<Action> last_;
+  Clock::time_point last_time_, first_time_;
+};
+
+struct Bubbles {
+  double measured = 0, predicted = 0;
+};
+
+// Measured: the share of the schedules' time, over all ranks, in which no forward or backward ran. Predicted: that of the
+// schedule's simulation with the actions' median times.
+Bubbles bubbles_of(const Engine& engine, const std::vector<std::string>& texts) {
+  const Schedule& schedule = engine.schedule();
+  std::vector<StageCost> costs(size_t(schedule.stages()), StageCost{0, 0, 0, 0, 0});
+  double busy = 0, all = 0;
+  for (size_t text = 0; text < texts.size(); ++text) {
+    const nlohmann::json times = nlohmann::json::parse(texts[text]);
+    const int pp = int(text) / (engine.groups().shape.dp);
+    for (const double seconds : times["schedule"]) all += seconds;
+    for (const auto& [key, values] : times["actions"].items()) {
+      const size_t space = key.find(' ');
+      const auto kind = ActionKind(std::stoi(key.substr(0, space)));
+      StageCost& cost = costs[size_t(schedule.stage(pp, std::stoi(key.substr(space))))];
+      const auto seconds = values.get<std::vector<double>>();
+      double* part = kind == ActionKind::forward                                             ? &cost.forward
+                     : kind == ActionKind::backward || kind == ActionKind::backward_input ? &cost.backward_input
+                     : kind == ActionKind::backward_weight                                  ? &cost.backward_weight
+                                                                                            : nullptr;
+      if (!part) continue;
+      *part = median(seconds);
+      for (double value : seconds) busy += value;
+    }
+  }
+  return {1 - busy / all, simulate(schedule, costs).bubble};
+}
+
+int bench_step(const BenchOptions& options, Processes& processes) {
   const double ceiling_before = product_ceiling();
-  Bench bench(options, false);
+  Bench bench(options, processes, false);
   for (int64_t i = 0; i < 3; ++i) bench.step(i);
+  ActionTimes times(*bench.engine);
   std::vector<double> seconds;
   for (int64_t i = 0; i < options.steps; ++i) seconds.push_back(bench.step(3 + i));
-  const double ceiling = std::max(ceiling_before, product_ceiling());
+  bench.engine->on_action = nullptr;
+  processes.barrier();
+  const double ceiling = double(processes.size()) * std::max(ceiling_before, product_ceiling());
+  const std::vector<std::string> texts = processes.gather(times.text());
+  if (processes.rank() != 0) return 0;
   const double step_seconds = median(seconds);
   const double tokens = double(bench.config.tokens_per_step());
   const double flops = tokens * flops_per_token(bench.config.model) / step_seconds;
+  std::optional<Bubbles> bubbles;
+  if (bench.config.mesh.pp > 1) bubbles = bubbles_of(*bench.engine, texts);
   if (options.json) {
-    fmt::print("{}\n", nlohmann::ordered_json{{"tokens_per_second", tokens / step_seconds},
-                                              {"step_seconds", step_seconds},
-                                              {"gflops", flops / 1e9},
-                                              {"ceiling_gflops", ceiling / 1e9},
-                                              {"share_of_ceiling", flops / ceiling},
-                                              {"data", bench.real_data ? "data.train" : "random tokens"},
-                                              {"routing", "natural"},
-                                              {"max_over_mean", bench.max_over_mean()}}
-                           .dump());
-    return;
+    nlohmann::ordered_json json{{"tokens_per_second", tokens / step_seconds},
+                                {"step_seconds", step_seconds},
+                                {"ranks", processes.size()},
+                                {"gflops", flops / 1e9},
+                                {"ceiling_gflops", ceiling / 1e9},
+                                {"share_of_ceiling", flops / ceiling},
+                                {"data", bench.real_data ? "data.train" : "random tokens"},
+                                {"routing", "natural"},
+                                {"max_over_mean", bench.max_over_mean()}};
+    if (bubbles) json["bubble"] = {{"measured", bubbles->measured}, {"predicted", bubbles->predicted}};
+    fmt::print("{}\n", json.dump());
+    return 0;
   }
-  fmt::print("{:.0f} tokens/s, {:.1f} GFLOP/s: {:.1f} % of the ceiling, {:.1f} GFLOP/s (f32 product, 2048 cubed)\n",
-             tokens / step_seconds, flops / 1e9, 100 * flops / ceiling, ceiling / 1e9);
+  fmt::print("{:.0f} tokens/s, {:.1f} GFLOP/s: {:.1f} % of the ceiling, {:.1f} GFLOP/s (f32 product, 2048 cubed{})\n",
+             tokens / step_seconds, flops / 1e9, 100 * flops / ceiling, ceiling / 1e9,
+             processes.size() == 1 ? "" : fmt::format(", times {} ranks", processes.size()));
   fmt::print("step {:.1f} ms (median of {}), {}, natural routing", step_seconds * 1e3, options.steps,
              bench.real_data ? "data.train" : "random tokens");
   if (!bench.result.expert_counts.empty()) fmt::print(", busiest expert {:.2f} x the mean", bench.max_over_mean());
+  if (bubbles)
+    fmt::print("\nbubble {:.1f} % measured, {:.1f} % predicted by the schedule with the measured times of its actions",
+               100 * bubbles->measured, 100 * bubbles->predicted);
   fmt::print("\n");
+  return 0;
 }
 
-void bench_ops(const BenchOptions& options) {
+int bench_ops(const BenchOptions& options, Processes& processes) {
   const double ceiling = product_ceiling();
-  Bench bench(options, true);
+  Bench bench(options, processes, true);
   for (int64_t i = 0; i < 3; ++i) bench.step(i);
   bench.profile->clear();
   double total = 0;
   for (int64_t i = 0; i < options.steps; ++i) total += bench.step(3 + i);
 
+  if (processes.rank() != 0) return 0;
   std::vector<std::pair<std::string, OpTotals>> rows(bench.profile->totals().begin(), bench.profile->totals().end());
   std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
   const double steps = double(options.steps);
@@ -164,7 +245,7 @@ void bench_ops(const BenchOptions& options) {
                       {"gflops", row.flops / row.seconds / 1e9},
                       {"gigabytes_per_second", row.bytes / row.seconds / 1e9}});
     fmt::print("{}\n", nlohmann::ordered_json{{"ceiling_gflops", ceiling / 1e9}, {"ops", json}}.dump());
-    return;
+    return 0;
   }
   fmt::print("ceiling {:.1f} GFLOP/s (f32 product, 2048 cubed); a step under the timer takes {:.2f} ms\n",
              ceiling / 1e9, total / steps * 1e3);
@@ -174,17 +255,18 @@ void bench_ops(const BenchOptions& options) {
     fmt::print("{:<24} {:>7.1f} {:>10.3f} {:>6.1f}% {:>10.1f} {:>8.1f}% {:>8.1f}\n", name, double(row.calls) / steps,
                row.seconds / steps * 1e3, 100 * row.seconds / total, row.flops / row.seconds / 1e9,
                100 * row.flops / row.seconds / ceiling, row.bytes / row.seconds / 1e9);
+  return 0;
 }
 
 void add_mode(CLI::App& bench, const std::string& name, const std::string& help,
-              void (*run)(const BenchOptions& options)) {
+              int (*run)(const BenchOptions& options, Processes& processes)) {
   const auto options = std::make_shared<BenchOptions>();
   CLI::App* mode = bench.add_subcommand(name, help);
   mode->add_option("CONFIG", options->config, "Configuration in TOML")->required();
   mode->add_option("--set", options->overrides, "Override a key: section.key=value")->allow_extra_args(false);
   mode->add_option("--steps", options->steps, "Steps to time")->capture_default_str()->check(CLI::PositiveNumber);
   mode->add_flag("--json", options->json, "One line of JSON");
-  mode->callback([=] { run(*options); });
+  mode->callback([=] { run_on_ranks([&](Processes& processes) { return run(*options, processes); }); });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "optimus/base/error.h"
 #include "optimus/base/version.h"
 #include "optimus/cli/commands.h"
+#include "optimus/cli/ranks.h"
 
 namespace {
 
@@ -49,17 +50,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     const int code = program.exit(error, std::cout, std::cerr);
     return code == 0 ? 0 : int(optimus::ErrorKind::kUsage);
-  } catch (const optimus::Error& error) {
-    std::fprintf(stderr, "optimus: error: %s\n", error.what());
-    return int(error.kind());
-  } catch (const std::filesystem::filesystem_error& error) {
-    std::fprintf(stderr, "optimus: error: %s\n", error.what());
-    return int(optimus::ErrorKind::kData);
-  } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "optimus: error: out of memory; a smaller train.micro_batch or model.sequence needs less\n");
-    return int(optimus::ErrorKind::kMemory);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "optimus: internal error: %s\n", error.what());
-    return 70;
+  } catch (...) {
+    return optimus::report_error("optimus");
   }
 }

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 
 #include "optimus/cli/commands.h"
+#include "optimus/cli/ranks.h"
 #include "optimus/train/trainer.h"
 
 namespace optimus {
@@ -12,8 +13,9 @@ namespace {
 std::atomic<int> stop_signal{0};
 static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may only touch lock-free atomics");
 
-void train(const std::string& path, const std::vector<std::string>& overrides) {
-  const RunConfig config = load_config(path, overrides, ConfigUse::train);
+int train(const std::string& path, const std::vector<std::string>& overrides, Processes& processes) {
+  const RunConfig config = load_config(path, overrides, ConfigUse::train, processes.size());
+  processes.barrier();  // nobody changes the run's folder before all have read their configuration
   std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that goes away does not end the run
   for (int signal : {SIGTERM, SIGINT}) {
     struct sigaction action {};
@@ -21,8 +23,7 @@ void train(const std::string& path, const std::vector<std::string>& overrides) {
     action.sa_flags = SA_RESTART;  // the save that the signal asks for must not fail because of it
     sigaction(signal, &action, nullptr);
   }
-  const int code = Trainer(config, stop_signal).run();
-  if (code != 0) throw CLI::RuntimeError(code);
+  return Trainer(config, stop_signal, processes).run();
 }
 
 }  // namespace
@@ -33,7 +34,10 @@ void add_train(CLI::App& program) {
   const auto overrides = std::make_shared<std::vector<std::string>>();
   command->add_option("CONFIG", *path, "Configuration in TOML")->required();
   command->add_option("--set", *overrides, "Override a key: section.key=value")->allow_extra_args(false);
-  command->callback([=] { train(*path, *overrides); });
+  command->callback([=] {
+    const int code = run_on_ranks([&](Processes& processes) { return train(*path, *overrides, processes); });
+    if (code != 0) throw CLI::RuntimeError(code);
+  });
 }
 
 }  // namespace optimus

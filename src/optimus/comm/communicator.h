@@ -17,7 +17,8 @@
 
 namespace optimus {
 
-/// A transfer under way. Destroying it waits.
+/// A transfer under way. Destroying it waits, except while an exception passes: peers may then never come, and the run
+/// is over (Processes::abort).
 class Transfer {
  public:
   virtual ~Transfer() = default;

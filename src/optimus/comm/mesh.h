@@ -36,7 +36,7 @@ std::vector<int> dp_group(const MeshShape& shape, int rank);   ///< reads other 
 std::vector<int> ep_group(const MeshShape& shape, int rank);   ///< holds the other experts of the same layers
 std::vector<int> edp_group(const MeshShape& shape, int rank);  ///< holds the same experts
 std::vector<int> pp_group(const MeshShape& shape, int rank);   ///< the other stages, same data
-/// First and last stage, same data: a tied embedding lives on both.
+/// First and last stage, same data: a tied embedding lives on both. Ranks of the stages between do not belong to it.
 std::vector<int> embedding_group(const MeshShape& shape, int rank);
 
 }  // namespace optimus

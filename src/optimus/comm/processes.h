@@ -35,7 +35,8 @@ class Processes {
 };
 
 /// Starts MPI where a launcher (mpirun, mpiexec, srun, PALS) started this process as one of several; once a process.
-/// MPI ends with the last copy of the pointer. Error(kCommunication).
+/// MPI ends with the last of the pointer's copies and of the communicators. After a failure of MPI, or where an exception
+/// destroys them, it does not end, since that would wait for the peers: call abort(). Error(kCommunication).
 std::shared_ptr<Processes> start_processes();
 /// A group of one, whatever started the process.
 std::shared_ptr<Processes> make_single_process();

@@ -92,10 +92,10 @@ void Attention::backward_input(Context& c, const MicroBatch& batch, Tensor dy_TD
 
   deferred.doutput_TD = dy_TD;
   if (post_norm_) {
-    deferred.doutput_TD = c.temporary(c.dtype, dy_TD.shape);
+    deferred.doutput_TD = c.defer(c.dtype, dy_TD.shape);
     norm_.backward(c, saved.x_TD, saved.norm_statistics, dy_TD, {}, deferred.doutput_TD);
   }
-  deferred.dqkv_TQ = c.temporary(c.dtype, saved.qkv_TQ.shape);
+  deferred.dqkv_TQ = c.defer(c.dtype, saved.qkv_TQ.shape);
   const Tensor dq = deferred.dqkv_TQ.column_slice(0, q_width);
   const Tensor dk = deferred.dqkv_TQ.column_slice(q_width, kv_width);
   const Tensor dv = deferred.dqkv_TQ.column_slice(q_width + kv_width, kv_width);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "optimus/model/parameter_table.h"
+#include "optimus/model/token_dispatcher.h"
 #include "optimus/ops/ops.h"
 
 namespace optimus {
@@ -17,13 +18,29 @@ struct ParameterBuffers {
   Tensor gradient(ParameterId id) const { return table->view(gradients, id); }
 };
 
+/// What the sharded optimizer wants to know of a step's course, to overlap its communication with it. Layers are the
+/// parameter table's: -1 embedding, `layers` final norm and head.
+class LayerEvents {
+ public:
+  virtual ~LayerEvents() = default;
+  /// The layer's weights are about to be read.
+  virtual void weights_needed(int64_t layer) = 0;
+  /// The layer's gradients have their last contribution of the step.
+  virtual void gradients_ready(int64_t layer) = 0;
+};
+
 struct Context {
   Ops& ops;
   Arena& saved;      ///< what forward keeps for backward; one micro-batch
+  Arena& deferred;   ///< what backward_input leaves for backward_weight: the workspace where that follows at once, else
+                     ///< the micro-batch's own arena
   Arena& workspace;  ///< what a layer needs while it runs
   ParameterBuffers parameters;
+  const TokenDispatcher& dispatcher;
   DType dtype;  ///< of weights and activations
   Write write;  ///< gradients of this micro-batch overwrite (the first) or accumulate
+  bool last_micro_batch = true;
+  LayerEvents* events = nullptr;
 
   Tensor weight(ParameterId id) const { return id < 0 ? Tensor{} : parameters.weight(id); }
   Tensor gradient(ParameterId id) const { return id < 0 ? Tensor{} : parameters.gradient(id); }
@@ -34,7 +51,17 @@ struct Context {
 
   /// The one place where saved tensors come from; `scope` names what they belong to ("attention", "experts", ...).
   Tensor save(DType type, Shape shape, std::string_view scope) { return saved.allocate(type, shape, scope); }
+  /// Until backward_weight. Not inside a Scope of the workspace.
+  Tensor defer(DType type, Shape shape) { return deferred.allocate(type, shape, "deferred"); }
   Tensor temporary(DType type, Shape shape) { return workspace.allocate(type, shape, "workspace"); }
+  bool split_backward() const { return &deferred != &workspace; }
+
+  void weights_needed(int64_t layer) const {
+    if (events) events->weights_needed(layer);
+  }
+  void gradients_ready(int64_t layer) const {
+    if (events && last_micro_batch) events->gradients_ready(layer);
+  }
 };
 
 /// One micro-batch on the device; T = sequences * sequence_length tokens.

@@ -21,8 +21,8 @@ void GatedMlp::forward(Context& c, Tensor x_TD, Tensor addend_TD, Tensor y_TD, S
 
 void GatedMlp::backward_input(Context& c, Tensor dy_TD, Tensor addend_TD, Tensor dx_TD, const Saved& saved,
                               Deferred& deferred) const {
-  deferred.dh_T2F = c.temporary(c.dtype, saved.h_T2F.shape);
-  deferred.a_TF = c.temporary(c.dtype, {dy_TD.rows(), width_});
+  deferred.dh_T2F = c.defer(c.dtype, saved.h_T2F.shape);
+  deferred.a_TF = c.defer(c.dtype, {dy_TD.rows(), width_});
   {
     Arena::Scope scope(c.workspace);
     const Tensor da_TF = c.temporary(c.dtype, deferred.a_TF.shape);
@@ -61,7 +61,7 @@ void MlpLayer::backward_input(Context& c, Tensor dy_TD, Tensor dx_TD, const MlpS
                               MlpDeferred& deferred) const {
   deferred.doutput_TD = dy_TD;
   if (post_norm_) {
-    deferred.doutput_TD = c.temporary(c.dtype, dy_TD.shape);
+    deferred.doutput_TD = c.defer(c.dtype, dy_TD.shape);
     norm_.backward(c, saved.x_TD, saved.norm_statistics, dy_TD, {}, deferred.doutput_TD);
     mlp_.backward_input(c, deferred.doutput_TD, dy_TD, dx_TD, saved.mlp, deferred.mlp);
   } else {

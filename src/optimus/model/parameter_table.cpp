@@ -1,5 +1,7 @@
 #include "optimus/model/parameter_table.h"
 
+#include <numeric>
+
 namespace optimus {
 
 ParameterId ParameterTable::add(Parameter parameter) {
@@ -11,11 +13,49 @@ ParameterId ParameterTable::add(Parameter parameter) {
   }
   parameter.local = parameter.boxes[0].size;
   for (size_t i = 1; i < parameter.boxes.size(); ++i) parameter.local[0] += parameter.boxes[i].size[0];
-  parameter.offset = elements_;
-  elements_ += (parameter.local.elements() + kAlignment - 1) / kAlignment * kAlignment;
   by_name_.emplace(parameter.name, ParameterId(rows_.size()));
   rows_.push_back(std::move(parameter));
   return ParameterId(rows_.size() - 1);
+}
+
+void ParameterTable::lay_out(int64_t replicated_ranks, int64_t expert_ranks) {
+  const auto rounded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
+  std::vector<ParameterId> order(rows_.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](ParameterId id) { return std::pair(rows_[size_t(id)].layer, rows_[size_t(id)].cls); };
+  std::stable_sort(order.begin(), order.end(), [&](ParameterId a, ParameterId b) { return key(a) < key(b); });
+
+  buckets_.clear();
+  elements_ = 0;
+  const auto close = [&] {
+    if (buckets_.empty()) return;
+    Bucket& bucket = buckets_.back();
+    const int64_t ranks = bucket.cls == ParameterClass::expert ? expert_ranks : replicated_ranks;
+    bucket.count = rounded(elements_ - bucket.begin, std::lcm(kAlignment, ranks * kShardAlignment));
+    elements_ = bucket.begin + bucket.count;
+  };
+  for (ParameterId id : order) {
+    Parameter& row = rows_[size_t(id)];
+    if (buckets_.empty() || std::pair(buckets_.back().layer, buckets_.back().cls) != key(id)) {
+      close();
+      buckets_.push_back({row.layer, row.cls, row.tied_copy, elements_, 0});
+    }
+    row.offset = elements_;
+    elements_ += rounded(row.local.elements(), kAlignment);
+  }
+  close();
+  by_offset_ = std::move(order);
+}
+
+std::vector<RowRange> ParameterTable::rows_in(int64_t begin, int64_t count) const {
+  std::vector<RowRange> ranges;
+  for (ParameterId id : by_offset_) {
+    const Parameter& row = (*this)[id];
+    const int64_t first = std::max(begin, row.offset);
+    const int64_t last = std::min(begin + count, row.offset + row.local.elements());
+    if (first < last) ranges.push_back({id, first - row.offset, last - first, first});
+  }
+  return ranges;
 }
 
 ParameterId ParameterTable::add_normal(std::string name, Shape shape, double std, int64_t layer, ParameterClass cls) {

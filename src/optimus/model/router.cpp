@@ -4,58 +4,66 @@
 
 namespace optimus {
 
-Balance::Balance(const MoeConfig& moe, int64_t moe_layers)
-    : moe_(moe), layers_(moe_layers), per_sequence_(moe.balance_unit == "sequence") {}
+Balance::Balance(const MoeConfig& moe, int64_t first_layer, int64_t layers, int64_t all_layers)
+    : moe_(moe),
+      first_layer_(first_layer),
+      layers_(layers),
+      all_layers_(all_layers),
+      per_sequence_(moe.balance_unit == "sequence") {}
 
 void Balance::begin(Context& c, const MicroBatch& batch, BalanceSaved& saved) const {
-  const Shape shape{layers_, units(batch), moe_.experts};
-  saved.counts_NUE = c.save(DType::f32, shape, "router");
-  saved.prob_sums_NUE = c.save(DType::f32, shape, "router");
-  saved.gradient_NUE = c.save(DType::f32, shape, "router");
+  const int64_t U = units(batch), E = moe_.experts;
+  saved.counts_NUE = c.save(DType::f32, {layers_, U, E}, "router");
+  saved.prob_sums_NUE = c.save(DType::f32, {layers_, U, E}, "router");
+  if (!whole_model()) saved.gradient_AUE = c.save(DType::f32, {layers_, U, E}, "router");
+}
+
+// The loss is linear in f, so raw counts serve as f when the scale takes their tokens.
+double Balance::scale(const LossScales& scales, double layers_together) const {
+  double scale = 1.0 / scales.units;
+  if (moe_.balance_divide_by_k) scale /= double(moe_.top_k);
+  if (moe_.balance_unit == "global") scale /= scales.tokens * layers_together;
+  return scale;
 }
 
 void Balance::finish(Context& c, const MicroBatch& batch, const LossScales& scales, const LossSums& sums,
-                     Tensor previous_counts_NE, Tensor step_counts_NE, BalanceSaved& saved) const {
-  const bool whole_model = moe_.balance_scope == "model";
-  const bool fixed_load = moe_.balance_unit == "global";
-  const int64_t U = units(batch), E = moe_.experts;
-  for (int64_t layer = 0; step_counts_NE && layer < layers_; ++layer)
-    for (int64_t unit = 0; unit < U; ++unit)
-      c.ops.add(step_counts_NE[layer], saved.counts_NUE[layer][unit], step_counts_NE[layer]);
-  if (moe_.balance != "loss") {
-    c.ops.fill(saved.gradient_NUE, 0.0);
-    return;
+                     Tensor previous_counts, Tensor step_counts, BalanceSaved& saved) const {
+  const int64_t U = units(batch);
+  for (int64_t layer = 0; step_counts && layer < layers_; ++layer) {
+    const Tensor counts_E = step_counts[first_layer_ + layer];
+    for (int64_t unit = 0; unit < U; ++unit) c.ops.add(counts_E, saved.counts_NUE[layer][unit], counts_E);
   }
+  if (moe_.balance != "loss") c.ops.fill(saved.gradient_AUE, 0.0);
+  if (moe_.balance != "loss" || whole_model()) return;
+  const double value = scale(scales, 1.0);
+  for (int64_t layer = 0; layer < layers_; ++layer)
+    c.ops.balance_loss(saved.counts_NUE[layer], saved.prob_sums_NUE[layer],
+                       moe_.balance_unit == "global" ? previous_counts[first_layer_ + layer] : Tensor{},
+                       double(tokens_per_unit(batch)), value, value * moe_.balance_coef, sums.balance,
+                       saved.gradient_AUE[layer]);
+}
 
-  // One value per layer, or one over the sum of all layers.
-  Arena::Scope scope(c.workspace);
-  Tensor counts = saved.counts_NUE, prob_sums = saved.prob_sums_NUE, fixed = previous_counts_NE;
-  if (whole_model) {
-    counts = c.temporary(DType::f32, {1, U, E});
-    prob_sums = c.temporary(DType::f32, {1, U, E});
-    c.ops.copy(saved.counts_NUE[0], counts[0]);
-    c.ops.copy(saved.prob_sums_NUE[0], prob_sums[0]);
-    if (fixed_load) {
-      fixed = c.temporary(DType::f32, {1, E});
-      c.ops.copy(previous_counts_NE[0], fixed[0]);
-    }
-    for (int64_t layer = 1; layer < layers_; ++layer) {
-      c.ops.add(counts[0], saved.counts_NUE[layer], counts[0]);
-      c.ops.add(prob_sums[0], saved.prob_sums_NUE[layer], prob_sums[0]);
-      if (fixed_load) c.ops.add(fixed[0], previous_counts_NE[layer], fixed[0]);
-    }
+void Balance::pass_on(Context& c, const BalanceSaved& saved, Tensor from_2UE, Tensor to_2UE) const {
+  if (from_2UE) c.ops.copy(from_2UE, to_2UE);
+  else c.ops.fill(to_2UE, 0.0);
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    c.ops.add(to_2UE[0], saved.counts_NUE[layer], to_2UE[0]);
+    c.ops.add(to_2UE[1], saved.prob_sums_NUE[layer], to_2UE[1]);
   }
-  const int64_t values = whole_model ? 1 : layers_;
-  const double layers_together = whole_model ? double(layers_) : 1.0;
-  const double tokens = double(tokens_per_unit(batch)) * layers_together;
-  double scale = 1.0 / scales.units;
-  if (moe_.balance_divide_by_k) scale /= double(moe_.top_k);
-  // The loss is linear in f, so raw counts serve as f when the scale takes their tokens.
-  if (fixed_load) scale /= scales.tokens * layers_together;
-  for (int64_t value = 0; value < values; ++value)
-    c.ops.balance_loss(counts[value], prob_sums[value], fixed_load ? fixed[value] : Tensor{}, tokens, scale,
-                       scale * moe_.balance_coef, sums.balance, saved.gradient_NUE[value]);
-  for (int64_t layer = values; layer < layers_; ++layer) c.ops.copy(saved.gradient_NUE[0], saved.gradient_NUE[layer]);
+}
+
+void Balance::finish_model(Context& c, const MicroBatch& batch, const LossScales& scales, const LossSums& sums,
+                           Tensor previous_counts, Tensor totals_2UE, Tensor gradient_UE) const {
+  Arena::Scope scope(c.workspace);
+  Tensor fixed_E;
+  if (moe_.balance_unit == "global") {
+    fixed_E = c.temporary(DType::f32, {moe_.experts});
+    c.ops.fill(fixed_E, 0.0);
+    for (int64_t layer = 0; layer < all_layers_; ++layer) c.ops.add(fixed_E, previous_counts[layer], fixed_E);
+  }
+  const double value = scale(scales, double(all_layers_));
+  c.ops.balance_loss(totals_2UE[0], totals_2UE[1], fixed_E, double(tokens_per_unit(batch) * all_layers_), value,
+                     value * moe_.balance_coef, sums.balance, gradient_UE);
 }
 
 Router::Router(const ModelConfig& model, ParameterTable& table, const std::string& name, int64_t layer)
@@ -86,7 +94,7 @@ void Router::forward(Context& c, Tensor x_TD, int64_t tokens_per_unit, Tensor co
 void Router::backward_input(Context& c, Tensor dgates_TK, int64_t tokens_per_unit, Tensor balance_UE,
                             const LossScales& scales, Tensor dx_TD, const RouterSaved& saved,
                             RouterDeferred& deferred) const {
-  deferred.dlogits_TE = c.temporary(c.dtype, saved.logits_TE.shape);
+  deferred.dlogits_TE = c.defer(c.dtype, saved.logits_TE.shape);
   Arena::Scope scope(c.workspace);
   const Tensor dlogits = c.dtype == DType::f32 ? deferred.dlogits_TE : c.temporary(DType::f32, saved.logits_TE.shape);
   c.ops.router_backward(shape(tokens_per_unit), saved.logits_TE, saved.probs_TE, saved.gates_TK, saved.ids_TK,

@@ -23,17 +23,24 @@ struct RouterDeferred {
   Tensor dlogits_TE;
 };  // in the compute type
 
-/// Load and balance of one micro-batch, gathered layer by layer in forward and turned into gradients before backward.
+/// Load and balance of one micro-batch on one stage, gathered layer by layer in forward and turned into gradients before
+/// backward. N MoE layers of the stage; A = N, or 1 in scope "model", where all layers have the same gradient.
 struct BalanceSaved {
   Tensor counts_NUE;     ///< f32, slots of each unit that chose e
   Tensor prob_sums_NUE;  ///< f32
-  Tensor gradient_NUE;   ///< f32, d loss / d probability; all layers alike in scope "model"
+  Tensor gradient_AUE;   ///< f32, d loss / d probability; scope "model": set before backward
+  Tensor gradient(int64_t layer) const { return gradient_AUE[gradient_AUE.shape[0] == 1 ? 0 : layer]; }
 };
 
+/// In scope "model" the loss is one over all layers' summed counts and probabilities. Between the stages of a pipeline
+/// they travel forward as sums so far (f32 [2,U,E]: counts, probabilities); the last stage has them all, and its gradient
+/// travels back (f32 [U,E]).
 class Balance {
  public:
-  Balance(const MoeConfig& moe, int64_t moe_layers);
+  /// first_layer, layers: the stage's MoE layers, of `all_layers` in the model, counted among themselves.
+  Balance(const MoeConfig& moe, int64_t first_layer, int64_t layers, int64_t all_layers);
 
+  bool whole_model() const { return moe_.balance == "loss" && moe_.balance_scope == "model"; }
   int64_t units(const MicroBatch& batch) const { return per_sequence_ ? batch.sequences : 1; }
   int64_t tokens_per_unit(const MicroBatch& batch) const { return batch.tokens() / units(batch); }
   /// Units in a global batch of that many sequences.
@@ -41,17 +48,26 @@ class Balance {
     return double(per_sequence_ ? sequences : micro_batches);
   }
 
-  /// Before the first layer's router.
+  /// Before the stage's first router.
   void begin(Context& c, const MicroBatch& batch, BalanceSaved& saved) const;
-  /// After the last layer's: adds to sums.balance, and the micro-batch's counts to step_counts_NE (empty: not training);
-  /// fills the gradient.
-  /// previous_counts_NE (f32) holds the previous step's counts over `tokens` tokens, for balance_unit "global".
+  /// After the stage's last router: adds the micro-batch's counts to step_counts (f32 [all layers, E]; empty: not
+  /// training). In scope "layer": adds to sums.balance and fills the gradient.
+  /// previous_counts (f32 [all layers, E]) holds the previous step's, for balance_unit "global".
   void finish(Context& c, const MicroBatch& batch, const LossScales& scales, const LossSums& sums,
-              Tensor previous_counts_NE, Tensor step_counts_NE, BalanceSaved& saved) const;
+              Tensor previous_counts, Tensor step_counts, BalanceSaved& saved) const;
+
+  // Scope "model" only.
+  /// to_2UE = from_2UE (empty: zeros) + the stage's own sums.
+  void pass_on(Context& c, const BalanceSaved& saved, Tensor from_2UE, Tensor to_2UE) const;
+  /// On the last stage, from the sums of all stages: adds to sums.balance and sets the gradient.
+  void finish_model(Context& c, const MicroBatch& batch, const LossScales& scales, const LossSums& sums,
+                    Tensor previous_counts, Tensor totals_2UE, Tensor gradient_UE) const;
 
  private:
+  double scale(const LossScales& scales, double layers_together) const;
+
   MoeConfig moe_;
-  int64_t layers_;
+  int64_t first_layer_, layers_, all_layers_;
   bool per_sequence_;
 };
 

@@ -37,14 +37,14 @@ class TimedOps final : public Ops {
   void matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) override {
     time([&](Ops& ops) { ops.matmul(a, ta, b, tb, y, addend); });
   }
-  void grouped_matmul(Tensor x, Tensor w, Tensor offsets, Tensor y) override {
-    time([&](Ops& ops) { ops.grouped_matmul(x, w, offsets, y); });
+  void grouped_matmul(Tensor x, Tensor w, const RouteIndex& index, Tensor y) override {
+    time([&](Ops& ops) { ops.grouped_matmul(x, w, index, y); });
   }
-  void grouped_matmul_input(Tensor dy, Tensor w, Tensor offsets, Tensor dx) override {
-    time([&](Ops& ops) { ops.grouped_matmul_input(dy, w, offsets, dx); });
+  void grouped_matmul_input(Tensor dy, Tensor w, const RouteIndex& index, Tensor dx) override {
+    time([&](Ops& ops) { ops.grouped_matmul_input(dy, w, index, dx); });
   }
-  void grouped_matmul_weight(Tensor dy, Tensor x, Tensor offsets, Tensor dw, Write write) override {
-    time([&](Ops& ops) { ops.grouped_matmul_weight(dy, x, offsets, dw, write); });
+  void grouped_matmul_weight(Tensor dy, Tensor x, const RouteIndex& index, Tensor dw, Write write) override {
+    time([&](Ops& ops) { ops.grouped_matmul_weight(dy, x, index, dw, write); });
   }
   void embedding(Tensor ids, Tensor w, Tensor y) override {
     time([&](Ops& ops) { ops.embedding(ids, w, y); });
@@ -98,8 +98,11 @@ class TimedOps final : public Ops {
     time(
         [&](Ops& ops) { ops.balance_loss(counts, prob_sums, fixed_f, tokens, scale, gradient_scale, loss, gradient); });
   }
-  void route(Tensor ids, int64_t first_expert, const RouteIndex& index) override {
-    time([&](Ops& ops) { ops.route(ids, first_expert, index); });
+  void route(Tensor ids, int64_t first_expert, int64_t first_row, const RouteIndex& index) override {
+    time([&](Ops& ops) { ops.route(ids, first_expert, first_row, index); });
+  }
+  void route_to_ranks(Tensor ids, int64_t experts_per_rank, const RouteIndex& index) override {
+    time([&](Ops& ops) { ops.route_to_ranks(ids, experts_per_rank, index); });
   }
   void gather_rows(Tensor x, const RouteIndex& index, Tensor rows) override {
     time([&](Ops& ops) { ops.gather_rows(x, index, rows); });

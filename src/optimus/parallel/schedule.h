@@ -41,15 +41,16 @@ struct Schedule {
   bool split_backward() const;
 };
 
-/// "gpipe", "1f1b", "interleaved" or "zero_bubble". Error(kUsage) for a combination that the schedule does not offer
-/// (virtual_stages > 1 other than interleaved, micro-batches that interleaved cannot group, ...).
+/// "gpipe", "1f1b", "interleaved" (with one virtual stage the same as 1f1b) or "zero_bubble"; see schedules.cpp for
+/// what each does and its bubble. Error(kUsage) for a combination that the schedule does not offer: virtual_stages > 1
+/// other than interleaved or with pp = 1, micro_batches that interleaved cannot group by pp, anything below 1.
 Schedule make_schedule(const std::string& name, int pp, int virtual_stages, int micro_batches);
 
 /// Why the schedule is wrong, or "" for a sound one: every (stage, micro-batch) runs forward once and backward once (or
-/// both its halves once), in that order; micro-batches ascend in every kind of action of a chunk (gradients are written
-/// by micro-batch 0 and added to by the others); every message is sent once, after what makes it, received once, before
-/// what needs it; between two ranks messages arrive in the order they are sent (NCCL has no tags); and, sends not
-/// waiting for their receivers, no rank waits for ever.
+/// both its halves once, but then everywhere), in that order; micro-batches ascend in every kind of action of a chunk
+/// (gradients are written by micro-batch 0 and added to by the others); every message is sent once, after what makes
+/// it, received once, before what needs it; between two ranks messages arrive in the order they are sent (NCCL has no
+/// tags); and, sends not waiting for their receivers, no rank waits for ever.
 std::string check(const Schedule& schedule);
 
 /// Seconds of each action, by stage.
@@ -63,11 +64,12 @@ struct Timeline {
   std::vector<double> busy;  ///< [pp] seconds of compute
   double bubble = 0;         ///< share of pp * seconds in which a rank computes nothing
 };
-/// Runs the schedule with these costs ([stages]); receives wait, sends do not.
+/// Runs a sound schedule with these costs ([stages]); receives wait, sends do not, and a message is alone on its way.
 Timeline simulate(const Schedule& schedule, const std::vector<StageCost>& costs);
 
-/// The most micro-batches of a chunk whose forward was done and whose (last) backward was not, at once, by chunk of the
-/// rank: how many sets of saved activations it needs.
+/// How many sets of saved activations a rank needs, by chunk: the most micro-batches that hold one at once. One is held
+/// from the receive_forward, which puts the stage's input there (in stage 0 from the forward), to the end of the
+/// backward (backward_weight where backward is split).
 std::vector<int> slots_needed(const Schedule& schedule, int rank);
 
 }  // namespace optimus

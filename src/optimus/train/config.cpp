@@ -7,7 +7,9 @@
 #include "optimus/base/file.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/data/tokenizer.h"
-#include "optimus/model/model.h"
+#include "optimus/model/stage.h"
+#include "optimus/parallel/placements.h"
+#include "optimus/parallel/schedule.h"
 
 namespace optimus {
 namespace {
@@ -83,7 +85,8 @@ void resolve_model(RunConfig& config, const std::string& name) {
 // Keys given beside init_from may change how the model is trained, not what its weights are.
 void check_same_tensors(const ModelConfig& base, const ModelConfig& model, const std::string& name) {
   ParameterTable before, now;
-  const Model assembled_before(base, before), assembled_now(model, now);
+  const Stage assembled_before(base, Placement::whole(base), 1, before);
+  const Stage assembled_now(model, Placement::whole(model), 1, now);
   for (const Parameter& row : now.rows()) {
     const ParameterId id = before.find(row.name);
     require(
@@ -96,16 +99,19 @@ void check_same_tensors(const ModelConfig& base, const ModelConfig& model, const
           "{}: the [model] keys given beside train.init_from leave out tensors of its model", name);
 }
 
-void resolve_parallel(const RunConfig& config, const std::string& name) {
+void resolve_parallel(RunConfig& config, const std::string& name, int64_t ranks) {
   const ParallelConfig& parallel = config.parallel;
-  for (const auto& [key, value] : {std::pair{"pp", parallel.pp},
-                                   {"tp", parallel.tp},
-                                   {"cp", parallel.cp},
-                                   {"ep", parallel.ep},
-                                   {"etp", parallel.etp}})
-    require(value == 1, kUsage, "{}: parallel.{} = {} is not implemented yet; only 1 is", name, key, value);
-  require(parallel.virtual_stages == 1 && parallel.stage_layers.empty(), kUsage,
-          "{}: parallel.virtual_stages and stage_layers are not implemented yet (pp = 1)", name);
+  for (const auto& [key, value] : {std::pair{"tp", parallel.tp}, {"cp", parallel.cp}, {"etp", parallel.etp}})
+    require(value == 1, kUsage, "{}: parallel.{} = {} is not implemented yet; only 1 is. Use pp, ep and dp", name, key,
+            value);
+  for (const auto& [key, value] : {std::pair{"pp", parallel.pp}, {"ep", parallel.ep}})
+    require(value >= 1 && value <= 1 << 20, kUsage, "{}: parallel.{} = {} must be at least 1", name, key, value);
+  try {
+    config.mesh = make_mesh_shape(ranks > 0 ? ranks : parallel.pp * parallel.ep, parallel.pp, parallel.ep);
+  } catch (const Error& error) {
+    fail(error.kind(), "{}: {}", name, error.what());
+  }
+  check_layout(config.model, parallel, config.mesh, name);
 }
 
 void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
@@ -113,13 +119,24 @@ void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
   constexpr int64_t kLargestBatch = (int64_t(1) << 31) - 1;
   require(train.global_batch >= 1 && train.global_batch <= kLargestBatch, kUsage,
           "{}: train.global_batch = {} must lie between 1 and {}", name, train.global_batch, kLargestBatch);
+  const int64_t dp = config.mesh.dp;
+  require(train.global_batch % dp == 0, kUsage,
+          "{}: train.global_batch = {} sequences cannot be shared by dp = {} ranks; the nearest that can is {}", name,
+          train.global_batch, dp, std::max<int64_t>(1, (train.global_batch + dp / 2) / dp) * dp);
+  const int64_t local = config.local_batch();
   if (train.micro_batch == 0) {
-    train.micro_batch = std::min<int64_t>(8, train.global_batch);
-    while (train.global_batch % train.micro_batch) --train.micro_batch;
+    train.micro_batch = std::min<int64_t>(8, local);
+    while (local % train.micro_batch) --train.micro_batch;
   }
-  require(train.micro_batch >= 1 && train.global_batch % train.micro_batch == 0, kUsage,
-          "{}: train.micro_batch = {} must divide train.global_batch = {}", name, train.micro_batch,
-          train.global_batch);
+  require(train.micro_batch >= 1 && local % train.micro_batch == 0, kUsage,
+          "{}: train.micro_batch = {} must divide train.global_batch = {}{}", name, train.micro_batch,
+          train.global_batch, dp == 1 ? "" : fmt::format(" / dp = {} / {} = {}", train.global_batch, dp, local));
+  try {
+    make_schedule(config.parallel.schedule, int(config.mesh.pp), int(config.parallel.virtual_stages),
+                  int(std::min<int64_t>(config.micro_batches(), 1 << 16)));
+  } catch (const Error& error) {
+    fail(error.kind(), "{}: {}", name, error.what());
+  }
   require(train.steps >= 0 && train.tokens >= 0, kUsage, "{}: train.steps and train.tokens must not be negative", name);
   constexpr int64_t kMost = int64_t(1) << 60;
   require(train.steps <= kMost && train.tokens <= kMost, kUsage, "{}: train.steps and train.tokens end at {}", name,
@@ -184,7 +201,7 @@ void resolve_rest(RunConfig& config, const std::string& name) {
 }  // namespace
 
 RunConfig parse_config(const std::string& text, const std::string& name, const std::vector<std::string>& overrides,
-                       ConfigUse use) {
+                       ConfigUse use, int64_t ranks) {
   toml::table root = parse_toml(text, name);
   for (const std::string& override_ : overrides) apply_override(root, override_);
 
@@ -197,17 +214,18 @@ RunConfig parse_config(const std::string& text, const std::string& name, const s
 
   resolve_model(config, name);
   if (!config.train.init_from.empty()) check_same_tensors(base, config.model, name);
-  resolve_parallel(config, name);
+  resolve_parallel(config, name, ranks);
   resolve_train(config, name, use);
   resolve_optimizer(config, name);
   resolve_rest(config, name);
   return config;
 }
 
-RunConfig load_config(const std::string& path, const std::vector<std::string>& overrides, ConfigUse use) {
+RunConfig load_config(const std::string& path, const std::vector<std::string>& overrides, ConfigUse use,
+                      int64_t ranks) {
   std::error_code code;
   require(fs::is_regular_file(path, code), kUsage, "configuration {} does not exist or is not a file", path);
-  return parse_config(read_text(path), path, overrides, use);
+  return parse_config(read_text(path), path, overrides, use, ranks);
 }
 
 std::string to_toml(RunConfig config) {

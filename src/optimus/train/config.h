@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "optimus/comm/mesh.h"
 #include "optimus/data/config.h"
 #include "optimus/model/config.h"
 #include "optimus/optim/config.h"
@@ -102,6 +103,7 @@ struct RunConfig {
   MemoryConfig memory;
   CheckpointConfig checkpoint;
   RunSection run;
+  MeshShape mesh;  ///< from the number of ranks and [parallel]; not a key
 
   template <typename V>
   void fields(V& v) {
@@ -116,7 +118,9 @@ struct RunConfig {
     v.table("run", run);
   }
 
-  int64_t micro_batches() const { return train.global_batch / train.micro_batch; }
+  /// Sequences of the global batch that one rank of a dp group reads, and the micro-batches they make.
+  int64_t local_batch() const { return train.global_batch / mesh.dp; }
+  int64_t micro_batches() const { return local_batch() / train.micro_batch; }
   int64_t tokens_per_step() const { return train.global_batch * model.sequence; }
   DType compute_dtype() const { return precision.compute == "bf16" ? DType::bf16 : DType::f32; }
   DType gradient_dtype() const { return precision.gradients == "bf16" ? DType::bf16 : DType::f32; }
@@ -126,12 +130,14 @@ struct RunConfig {
 enum class ConfigUse { train, shape };
 
 /// Reads, overrides (`section.key=value`, the value in TOML or else a string), fills defaults and checks. The model of
-/// `train.init_from` is the base of the model section. Throws Error(kUsage) naming file and key.
-RunConfig load_config(const std::string& path, const std::vector<std::string>& overrides, ConfigUse use);
+/// `train.init_from` is the base of the model section. `ranks`: how many the run has, 0 for the fewest that its layout
+/// needs. Throws Error(kUsage) naming file and key.
+RunConfig load_config(const std::string& path, const std::vector<std::string>& overrides, ConfigUse use,
+                      int64_t ranks = 1);
 
 /// The same for a configuration given as TOML text; `name` serves messages and run.dir.
 RunConfig parse_config(const std::string& text, const std::string& name, const std::vector<std::string>& overrides,
-                       ConfigUse use);
+                       ConfigUse use, int64_t ranks = 1);
 
 std::string to_toml(RunConfig config);
 

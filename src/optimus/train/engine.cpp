@@ -2,8 +2,9 @@
 
 #include <numeric>
 
-#include "optimus/ops/dry/dry_ops.h"
 #include "optimus/optim/schedule.h"
+#include "optimus/parallel/dispatchers.h"
+#include "optimus/parallel/placements.h"
 
 namespace optimus {
 namespace {
@@ -21,7 +22,7 @@ ParameterBuffers allocate_parameters(const ParameterTable& table, const RunConfi
 
 int64_t largest_batch_tokens(const RunConfig& config, EngineUse use) {
   if (use == EngineUse::generation) return config.model.sequence;
-  return (use == EngineUse::train ? config.train.global_batch : config.train.micro_batch) * config.model.sequence;
+  return (use == EngineUse::train ? config.local_batch() : config.train.micro_batch) * config.model.sequence;
 }
 
 }  // namespace
@@ -39,20 +40,45 @@ std::vector<float> read_floats_wait(Device& device, Tensor tensor) {
   return values;
 }
 
-Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::unique_ptr<Ops> ops,
+// ---- construction ----
+
+Pipeline Engine::make_pipeline(EngineUse use, int64_t slot_capacity) {
+  std::vector<Stage> stages;
+  for (const Placement& placement : placements_of(config_.model, config_.parallel, groups_.shape, groups_.place))
+    stages.emplace_back(config_.model, placement, config_.memory.moe_rows, table_);
+  table_.lay_out(groups_.shape.dp, groups_.shape.edp);
+  const ParallelConfig& parallel = config_.parallel;
+  const int64_t micro_batches = use == EngineUse::train ? config_.micro_batches() : 1;
+  return Pipeline(use == EngineUse::train ? make_schedule(parallel.schedule, groups_.shape.pp,
+                                                          int(parallel.virtual_stages), int(micro_batches))
+                                          : make_schedule("1f1b", 1, 1, 1),
+                  std::move(stages), *groups_.pp, device_, slot_capacity);
+}
+
+std::unique_ptr<TokenDispatcher> Engine::make_dispatcher() {
+  if (!config_.model.moe) return make_local_dispatcher();
+  const std::string name = dispatcher_for(config_.parallel.dispatcher, *config_.model.moe, groups_.shape.ep);
+  if (name == "allgather") return make_allgather_dispatcher(*groups_.ep);
+  if (name == "alltoall")
+    return make_alltoall_dispatcher(*groups_.ep, device_, *config_.model.moe, config_.memory.moe_rows);
+  return make_local_dispatcher();
+}
+
+Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::unique_ptr<Ops> ops, Groups groups,
                const EngineMemory& memory)
     : config_(config),
       device_(device),
       ops_(std::move(ops)),
-      world_(make_self_communicator()),
+      groups_(std::move(groups)),
       persistent_(device, "persistent", memory.persistent),
-      saved_(device, "saved", memory.saved),
       workspace_(device, "workspace", memory.workspace),
-      model_(config.model, table_),
+      dispatcher_(make_dispatcher()),
+      pipeline_(make_pipeline(use, memory.slot)),
       parameters_(allocate_parameters(table_, config, use, persistent_)) {
   if (use == EngineUse::train) {
-    optimizer_ = std::make_unique<Optimizer>(config.optimizer, parameters_, persistent_);
-    optimizer_->reset(*ops_);
+    optimizer_ = std::make_unique<Optimizer>(config.optimizer, config.model.tie_embeddings, parameters_, groups_, *ops_,
+                                             persistent_);
+    optimizer_->reset();
   }
   const Shape tokens{largest_batch_tokens(config, use)};
   tokens_ = persistent_.allocate(DType::i32, tokens, "batch");
@@ -61,14 +87,14 @@ Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::uniq
   weights_ = persistent_.allocate(DType::f32, tokens, "batch");
   sums_ = persistent_.allocate(DType::f64, {4}, "control");
   control_ = persistent_.allocate(DType::f32, {kControlSize}, "control");
-  if (model_.balance()) {
+  if (balance()) {
     const Shape load{config.model.moe_layers(), config.model.moe->experts};
-    step_counts_NE_ = persistent_.allocate(DType::f32, load, "control");
-    previous_counts_NE_ = persistent_.allocate(DType::f32, load, "control");
+    step_counts_ = persistent_.allocate(DType::f32, load, "control");
+    previous_counts_ = persistent_.allocate(DType::f32, load, "control");
     const double uniform =
         double(config.tokens_per_step() * config.model.moe->top_k) / double(config.model.moe->experts);
-    ops_->fill(step_counts_NE_, uniform);  // what the first step sees as the previous one
-    ops_->fill(previous_counts_NE_, uniform);
+    ops_->fill(step_counts_, uniform);  // what the first step sees as the previous one
+    ops_->fill(previous_counts_, uniform);
   }
   if (use == EngineUse::generation) {
     caches_.resize(size_t(config.model.layers));
@@ -80,53 +106,85 @@ Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::uniq
   }
   // Between the parameters the flat buffers have gaps; they must never hold anything but zeros.
   ops_->fill(parameters_.weights, 0.0);
-  if (!master_weights().same_view(parameters_.weights)) ops_->fill(master_weights(), 0.0);
   if (parameters_.gradients) ops_->fill(parameters_.gradients, 0.0);
 }
 
+// ---- state ----
+
 void Engine::initialise(uint64_t seed) {
   const Philox generator = philox_for(seed, "init");
-  const Tensor flat = master_weights();
-  for (ParameterId id = 0; id < ParameterId(table_.rows().size()); ++id) {
-    const Parameter& row = table_[id];
-    const Tensor view = table_.view(flat, id);
-    if (row.init != Init::normal) {
-      ops_->fill(view, row.init == Init::ones ? 1.0 : 0.0);
-      continue;
-    }
-    const int64_t elements_per_row = row.global.elements() / row.global[0];
-    int64_t first_row = 0;
-    for (const Box& box : row.boxes) {
-      const Tensor part = view.slice(first_row, box.size[0]);
-      expects(box.size.elements() == box.size[0] * elements_per_row, "initialise: {} is cut across its rows", row.name);
-      ops_->fill_normal(part, float(row.init_std), generator, hash_name(row.name), box.begin[0] * elements_per_row);
-      if (row.zero_row >= box.begin[0] && row.zero_row < box.begin[0] + box.size[0])
-        ops_->fill(part.slice(row.zero_row - box.begin[0], 1), 0.0);
-      first_row += box.size[0];
+  const FlatState master = master_weights();
+  for (const FlatRange& held : master.held) {
+    for (const RowRange& range : table_.rows_in(held.begin, held.count)) {
+      const Parameter& row = table_[range.id];
+      const Tensor part = master.buffer.slice(held.offset + range.offset - held.begin, range.count);
+      if (row.init != Init::normal) {
+        ops_->fill(part, row.init == Init::ones ? 1.0 : 0.0);
+        continue;
+      }
+      // Boxes of whole rows, so what the rank holds is a run of the global tensor's elements.
+      const int64_t per_row = row.global.elements() / row.global[0];
+      expects(row.boxes.size() == 1 && row.local.elements() == row.local[0] * per_row,
+              "initialise: {} is cut across its rows", row.name);
+      const int64_t first = row.boxes[0].begin[0] * per_row + range.first;
+      ops_->fill_normal(part, float(row.init_std), generator, hash_name(row.name), first);
+      if (row.zero_row < 0) continue;
+      const int64_t begin = std::clamp(row.zero_row * per_row - first, int64_t(0), range.count);
+      const int64_t end = std::clamp((row.zero_row + 1) * per_row - first, int64_t(0), range.count);
+      if (begin < end) ops_->fill(part.slice(begin, end - begin), 0.0);
     }
   }
   refresh_weights();
 }
 
-Tensor Engine::master_weights() const { return optimizer_ ? optimizer_->master() : parameters_.weights; }
-
-std::vector<FlatState> Engine::moments() const {
-  return {{"m.", optimizer_->first_moment()}, {"v.", optimizer_->second_moment()}};
+FlatState Engine::master_weights() const {
+  if (optimizer_) return optimizer_->master();
+  const FlatRange all{0, table_.elements(), 0};
+  return {"", parameters_.weights, {all}, {all}};
 }
 
+std::vector<FlatState> Engine::moments() const { return optimizer_->moments(); }
+
 Tensor Engine::carried_counts() const {
-  return model_.balance() && config_.model.moe->balance_unit == "global" ? step_counts_NE_ : Tensor{};
+  return balance() && config_.model.moe->balance_unit == "global" ? step_counts_ : Tensor{};
 }
 
 void Engine::refresh_weights() {
-  if (!master_weights().same_view(parameters_.weights)) ops_->copy(master_weights(), parameters_.weights);
+  if (optimizer_) optimizer_->refresh_weights();
 }
 
-Context Engine::context(Write write) {
-  return {*ops_, saved_, workspace_, parameters_, config_.compute_dtype(), write};
+bool Engine::weights_finite_wait() {
+  const Tensor squares = sums_.slice(3, 1);  // free between steps
+  const FlatState master = master_weights();
+  double sum = 0;
+  ops_->fill(squares, 0.0);
+  for (const FlatRange& owned : master.owned)
+    ops_->sum_squares(master.buffer.slice(owned.offset, owned.count), squares);
+  groups_.world->all_reduce(squares);
+  device_.to_host_wait(&sum, squares);
+  return std::isfinite(sum);
 }
 
-MicroBatch Engine::upload(const HostBatch& batch) {
+void Engine::forget_step() {
+  if (step_counts_) ops_->copy(previous_counts_, step_counts_);
+}
+
+// ---- batches and sums ----
+
+Context Engine::context(Arena& saved, Arena* deferred, int micro_batch) {
+  return {*ops_,
+          saved,
+          deferred ? *deferred : workspace_,
+          workspace_,
+          parameters_,
+          *dispatcher_,
+          config_.compute_dtype(),
+          micro_batch == 0 ? Write::overwrite : Write::accumulate,
+          micro_batch == micro_batches_ - 1,
+          training_ ? optimizer_.get() : nullptr};
+}
+
+MicroBatch Engine::upload(const HostBatch& batch, int64_t micro_batches) {
   const int64_t tokens = batch.sequences * batch.sequence_length;
   expects(tokens <= tokens_.elements(), "batch of {} tokens, planned for {}", tokens, tokens_.elements());
   MicroBatch whole{batch.sequences,           batch.sequence_length,     tokens_.slice(0, tokens),
@@ -135,8 +193,19 @@ MicroBatch Engine::upload(const HostBatch& batch) {
   device_.from_host(whole.targets_T, batch.targets.data());
   device_.from_host(whole.positions_T, batch.positions.data());
   device_.from_host(whole.weights_T, batch.weights.data());
-  scales_.target_weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
-  scales_.tokens = double(tokens);
+  micro_batches_ = int(micro_batches);
+
+  double weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
+  if (groups_.dp->size() > 1) {
+    const Tensor sum = sums_.slice(0, 1);
+    device_.from_host(sum, &weight);
+    groups_.dp->all_reduce(sum);
+    device_.to_host_wait(&weight, sum);
+  }
+  const int64_t replicas = groups_.dp->size();
+  scales_.target_weight = weight;
+  scales_.tokens = double(tokens * replicas);
+  if (balance()) scales_.units = balance()->units_in(batch.sequences * replicas, micro_batches * replicas);
   return whole;
 }
 
@@ -150,39 +219,34 @@ MicroBatch Engine::micro_batch(const MicroBatch& whole, int64_t first_sequence, 
           whole.positions_T.slice(first, tokens)};
 }
 
-bool Engine::weights_finite_wait() {
-  const Tensor squares = sums_.slice(3, 1);  // free between steps
-  double sum = 0;
-  ops_->fill(squares, 0.0);
-  ops_->sum_squares(master_weights(), squares);
-  device_.to_host_wait(&sum, squares);
-  return std::isfinite(sum);
-}
-
-void Engine::forget_step() {
-  if (step_counts_NE_) ops_->copy(previous_counts_NE_, step_counts_NE_);
-}
-
 void Engine::begin_sums() {
   ops_->fill(sums_, 0.0);
-  if (!step_counts_NE_) return;
-  ops_->copy(step_counts_NE_, previous_counts_NE_);
-  ops_->fill(step_counts_NE_, 0.0);
+  if (!step_counts_) return;
+  ops_->copy(step_counts_, previous_counts_);
+  ops_->fill(step_counts_, 0.0);
 }
 
+void Engine::reduce_sums() {
+  groups_.world->all_reduce(sums_);
+  if (step_counts_) groups_.world->all_reduce(step_counts_);
+}
+
+// ---- training ----
+
 void Engine::step(int64_t step, const HostBatch& batch) {
-  const MicroBatch whole = upload(batch);
-  const int64_t size = config_.train.micro_batch, count = batch.sequences / size;
-  if (model_.balance()) scales_.units = model_.balance()->units_in(batch.sequences, count);
+  const int64_t size = config_.train.micro_batch;
+  const MicroBatch whole = upload(batch, batch.sequences / size);
   begin_sums();
-  for (int64_t m = 0; m < count; ++m) {
-    saved_.reset();
-    Context c = context(m == 0 ? Write::overwrite : Write::accumulate);
-    const MicroBatch part = micro_batch(whole, m * size, size);
-    ModelSaved saved;
-    model_.forward(c, part, scales_, loss_sums(), router_load(), saved);
-    model_.backward(c, part, scales_, saved);
-  }
+  training_ = true;
+  pipeline_.on_action = [this](const Action& action) {
+    if (on_action) on_action(&action);
+  };
+  pipeline_.run([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); },
+                [&](int m) { return micro_batch(whole, m * size, size); },
+                {scales_, loss_sums(), {step_counts_, previous_counts_}});
+  if (on_action) on_action(nullptr);
+  optimizer_->finish_gradients();
+  training_ = false;
 
   const OptimizerConfig& optimizer = config_.optimizer;
   const double updates = double(step + 1);
@@ -192,10 +256,10 @@ void Engine::step(int64_t step, const HostBatch& batch) {
   const bool clip = !optimizer.clip_after_warmup || step >= *optimizer.warmup_steps;
   const Tensor squares = sums_.slice(3, 1);
   device_.from_host(control_, host_control);
-  optimizer_->add_squares(*ops_, squares);
-  world_->all_reduce(sums_);
+  optimizer_->add_squares(squares);
+  reduce_sums();
   ops_->clip_control(squares, loss_sums().cross_entropy, clip ? float(optimizer.clip_norm) : 0.0f, control_);
-  optimizer_->update(*ops_, control_);
+  optimizer_->update(control_);
 }
 
 StepResult Engine::result_wait() {
@@ -208,11 +272,11 @@ StepResult Engine::result_wait() {
   result.balance_loss = sums[1];
   result.z_loss = sums[2] / scales_.tokens;
   result.loss = result.cross_entropy;
-  if (model_.balance()) {
+  if (balance()) {
     const MoeConfig& moe = *config_.model.moe;
     if (moe.balance == "loss") result.loss += moe.balance_coef * result.balance_loss;
     result.loss += moe.z_loss_coef * result.z_loss;
-    std::vector<float> counts = read_floats_wait(device_, step_counts_NE_);
+    std::vector<float> counts = read_floats_wait(device_, step_counts_);
     for (auto begin = counts.begin(); begin != counts.end(); begin += moe.experts)
       result.expert_counts.emplace_back(begin, begin + moe.experts);
   }
@@ -222,25 +286,23 @@ StepResult Engine::result_wait() {
 }
 
 StepResult Engine::gradients_wait(const HostBatch& batch) {
-  const MicroBatch whole = upload(batch);
-  if (model_.balance()) scales_.units = model_.balance()->units_in(batch.sequences, 1);
+  const MicroBatch whole = upload(batch, 1);
   begin_sums();
   ops_->fill(control_, 0.0);
-  saved_.reset();
-  Context c = context(Write::overwrite);
-  ModelSaved saved;
-  model_.forward(c, whole, scales_, loss_sums(), router_load(), saved);
-  model_.backward(c, whole, scales_, saved);
+  pipeline_.run([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); },
+                [&](int) { return whole; }, {scales_, loss_sums(), {step_counts_, previous_counts_}});
   return result_wait();
 }
 
+// ---- inference ----
+
 StepResult Engine::evaluate_wait(const HostBatch& batch, const LogitsSink& sink) {
-  const MicroBatch whole = upload(batch);
-  if (model_.balance()) scales_.units = model_.balance()->units_in(batch.sequences, 1);
+  if (optimizer_) optimizer_->finish_weights();
+  const MicroBatch whole = upload(batch, 1);
   ops_->fill(sums_, 0.0);
-  saved_.reset();
-  Context c = context(Write::overwrite);
-  model_.infer(c, whole, scales_, loss_sums(), {{}, step_counts_NE_}, sink);
+  pipeline_.infer([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); }, whole,
+                  {scales_, loss_sums(), {{}, step_counts_}}, sink);
+  groups_.world->all_reduce(sums_);
   return result_wait();
 }
 
@@ -254,16 +316,14 @@ std::vector<float> Engine::decode_wait(const std::vector<int32_t>& tokens) {
   device_.from_host(batch.tokens_T, tokens.data());
   device_.from_host(batch.positions_T, positions.data());
   ops_->fill(sums_, 0.0);
-  saved_.reset();
-  Context c = context(Write::overwrite);
   std::vector<float> last;
-  model_.infer(
-      c, batch, scales_, loss_sums(), router_load(),
-      [&](int64_t first, Tensor logits) {
-        const int64_t row = T - 1 - first;
-        if (row < logits.rows()) last = read_floats_wait(device_, logits.slice(row, 1));
-      },
-      &caches_);
+  pipeline_.infer([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); }, batch,
+                  {scales_, loss_sums(), {step_counts_, previous_counts_}},
+                  [&](int64_t first, Tensor logits) {
+                    const int64_t row = T - 1 - first;
+                    if (row < logits.rows()) last = read_floats_wait(device_, logits.slice(row, 1));
+                  },
+                  &caches_);
   for (KvCache& cache : caches_) cache.length += T;
   return last;
 }
@@ -272,42 +332,96 @@ void Engine::reset_caches() {
   for (KvCache& cache : caches_) cache.length = 0;
 }
 
+// ---- plans ----
+
 std::map<std::string, int64_t> Engine::peak_segments() const {
   std::map<std::string, int64_t> segments;
-  for (const Arena* arena : {&persistent_, &saved_, &workspace_})
-    for (const auto& [name, bytes] : arena->peak_segments())
-      if (bytes > 0) segments[(arena == &saved_ ? "saved: " : "") + name] += bytes;
+  const auto add = [&](const Arena& arena, const std::string& prefix, int64_t times) {
+    for (const auto& [name, bytes] : arena.peak_segments())
+      if (bytes > 0) segments[prefix + name] += times * bytes;
+  };
+  add(persistent_, "", 1);
+  add(pipeline_.largest_slot(), "saved: ", pipeline_.slots());
+  add(workspace_, "", 1);
   return segments;
 }
 
-EnginePlan plan_engine(const RunConfig& config, EngineUse use) {
-  const auto device = make_dry_device(DeviceKind::cpu);
-  auto owned = std::make_unique<DryOps>();
-  DryOps& ops = *owned;
-  Engine engine(config, use, *device, std::move(owned), {});
-  ops.clear();
+namespace {
 
-  HostBatch batch;  // a shape only: a dry device reads nothing
-  batch.sequence_length = config.model.sequence;
+/// One rank on a dry device. An engine's dry twin shares nothing with it but the code.
+struct DryRun {
+  DryRun(const RunConfig& config, EngineUse use, int rank) : device(make_dry_device(DeviceKind::cpu)) {
+    auto owned = std::make_unique<DryOps>();
+    ops = owned.get();
+    engine.emplace(config, use, *device, std::move(owned), make_dry_groups(config.mesh, rank, messages),
+                   EngineMemory{});
+    ops->clear();
+    messages.clear();
+  }
+  HostBatch batch(int64_t sequences) const {  // a shape only: a dry device reads nothing
+    HostBatch batch;
+    batch.sequences = sequences;
+    batch.sequence_length = engine->config().model.sequence;
+    return batch;
+  }
+
+  std::unique_ptr<Device> device;
+  std::vector<MessageRecord> messages;
+  DryOps* ops;
+  std::optional<Engine> engine;
+};
+
+/// The same run with so few micro-batches that more change nothing but the work: the pipeline is full with them.
+RunConfig shortened(RunConfig config) {
+  const int64_t pp = config.mesh.pp, most = config.parallel.schedule == "gpipe" ? config.micro_batches() : 2 * pp;
+  if (config.micro_batches() > most) config.train.global_batch = most * config.train.micro_batch * config.mesh.dp;
+  return config;
+}
+
+}  // namespace
+
+EnginePlan plan_engine(const RunConfig& config, EngineUse use, int rank) {
+  const RunConfig planned = use == EngineUse::train ? shortened(config) : config;
+  DryRun run(planned, use, rank);
   EnginePlan plan;
   if (use == EngineUse::train) {
-    // Micro-batches after the first are alike, so two stand for any number.
-    const int64_t count = std::min<int64_t>(2, config.micro_batches());
-    batch.sequences = count * config.train.micro_batch;
-    engine.step(0, batch);
-    plan.step_flops = ops.total_flops() / double(count) * double(config.micro_batches());
+    run.engine->step(0, run.batch(planned.local_batch()));
+    // Micro-batches are alike.
+    plan.step_flops = run.ops->total_flops() / double(planned.micro_batches()) * double(config.micro_batches());
   }
-  batch.sequences = config.train.micro_batch;
-  if (use == EngineUse::gradients) engine.gradients_wait(batch);
-  if (use == EngineUse::generation) engine.decode_wait(std::vector<int32_t>(size_t(config.model.sequence)));
-  else engine.evaluate_wait(batch);
-  plan.memory = engine.peak_memory();
-  plan.segments = engine.peak_segments();
+  const HostBatch batch = run.batch(config.train.micro_batch);
+  if (use == EngineUse::gradients) run.engine->gradients_wait(batch);
+  if (use == EngineUse::generation) run.engine->decode_wait(std::vector<int32_t>(size_t(config.model.sequence)));
+  else run.engine->evaluate_wait(batch);
+  plan.memory = run.engine->peak_memory();
+  plan.segments = run.engine->peak_segments();
+  if (use == EngineUse::train) {
+    // The batch's buffers are those of all micro-batches.
+    const int64_t tokens = (config.local_batch() - planned.local_batch()) * config.model.sequence;
+    const auto rounded = [](int64_t bytes) { return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment; };
+    const int64_t planned_tokens = planned.local_batch() * config.model.sequence;
+    const int64_t more = 4 * (rounded((planned_tokens + tokens) * 4) - rounded(planned_tokens * 4));
+    plan.memory.persistent += more;
+    plan.segments["batch"] += more;
+  }
   return plan;
 }
 
-void check_fits(const EnginePlan& plan, const Device& device) {
-  if (device.capacity() > 0 && plan.memory.total() > device.capacity()) {
+Trace trace_step(const RunConfig& config, int rank) {
+  DryRun run(config, EngineUse::train, rank);
+  Trace trace;
+  run.engine->on_action = [&](const Action* action) {
+    trace.phases.push_back({action ? std::optional<Action>(*action) : std::nullopt, run.ops->records().size(),
+                            run.messages.size()});
+  };
+  run.engine->step(0, run.batch(config.local_batch()));
+  trace.ops = run.ops->records();
+  trace.messages = run.messages;
+  return trace;
+}
+
+void check_fits(const EnginePlan& plan, const Device& device, int sharers) {
+  if (device.capacity() > 0 && plan.memory.total() > device.capacity() / sharers) {
     std::vector<std::pair<int64_t, std::string>> largest;
     for (const auto& [name, bytes] : plan.segments) largest.emplace_back(bytes, name);
     std::sort(largest.rbegin(), largest.rend());
@@ -316,15 +430,22 @@ void check_fits(const EnginePlan& plan, const Device& device) {
       names += fmt::format("{}{} {:.1f} GiB", i ? ", " : "", largest[i].second, double(largest[i].first) / 0x1p30);
     fail(
         ErrorKind::kMemory,
-        "the run needs {:.1f} GiB, the device has {:.1f}; the largest segments are: {}. A smaller train.micro_batch or "
+        "the run needs {:.1f} GiB, the device has {:.1f}{}; the largest segments are: {}. A smaller train.micro_batch or "
         "model.sequence needs less",
-        double(plan.memory.total()) / 0x1p30, double(device.capacity()) / 0x1p30, names);
+        double(plan.memory.total()) / 0x1p30, double(device.capacity() / sharers) / 0x1p30,
+        sharers > 1 ? fmt::format(" for each of {} ranks", sharers) : "", names);
   }
 }
 
-std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {
+std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan,
+                                    Processes& processes) {
   check_fits(plan, device);
-  return std::make_unique<Engine>(config, use, device, make_cpu_ops(), plan.memory);
+  return std::make_unique<Engine>(config, use, device, make_cpu_ops(), make_groups(processes, config.mesh),
+                                  plan.memory);
+}
+
+std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {
+  return make_engine(config, use, device, plan, *make_single_process());
 }
 
 }  // namespace optimus

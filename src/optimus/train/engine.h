@@ -1,10 +1,12 @@
 // The engine: weights, gradients, optimizer and router state of one rank, and what is done with them: one training step,
-// an evaluation, inference. It knows neither files nor time. Made over a dry device, the very same code plans memory and
-// counts FLOPs.
+// an evaluation, inference. It knows neither files nor time. Made over a dry device, the very same code plans memory,
+// counts FLOPs and messages, and simulates one rank of thousands.
 //
-// One step, for micro-batches m = 0 .. M-1 of the global batch:
-//   forward (losses, head gradients), backward (gradients: the first micro-batch overwrites, the others accumulate),
-//   then one norm over all gradients, one clip coefficient, one AdamW update selected by the finite flag.
+// One step: the pipeline takes the micro-batches of the rank's part of the global batch forward and backward (gradients:
+// the first overwrites, the others accumulate; complete buckets are reduced meanwhile), then one norm over all gradients
+// of all ranks, one clip coefficient, one AdamW update of the rank's shards selected by the finite flag.
+//
+// Every call that computes is collective: all ranks make it, in the same order.
 #pragma once
 
 #include <map>
@@ -12,10 +14,11 @@
 #include <string>
 #include <vector>
 
-#include "optimus/comm/communicator.h"
+#include "optimus/comm/groups.h"
 #include "optimus/data/loader.h"
-#include "optimus/model/model.h"
+#include "optimus/ops/dry/dry_ops.h"
 #include "optimus/optim/optimizer.h"
+#include "optimus/parallel/pipeline.h"
 #include "optimus/train/config.h"
 
 namespace optimus {
@@ -23,9 +26,10 @@ namespace optimus {
 /// Capacities of the engine's arenas in bytes; -1 = unbounded (dry device).
 struct EngineMemory {
   int64_t persistent = -1;
-  int64_t saved = -1;
+  int64_t slot = -1;  ///< of one micro-batch in flight
+  int64_t slots = 1;
   int64_t workspace = -1;
-  int64_t total() const { return persistent + saved + workspace; }
+  int64_t total() const { return persistent + slots * slot + workspace; }
 };
 
 /// What the engine is made for: only training has an optimizer, only the first two have gradients.
@@ -44,15 +48,10 @@ struct StepResult {
   std::vector<std::vector<double>> expert_counts;  ///< one vector a MoE layer
 };
 
-/// A flat f32 buffer in the layout of the parameter table; its tensors are named prefix + parameter.
-struct FlatState {
-  std::string prefix;
-  Tensor flat;
-};
-
 class Engine {
  public:
-  Engine(const RunConfig& config, EngineUse use, Device& device, std::unique_ptr<Ops> ops, const EngineMemory& memory);
+  Engine(const RunConfig& config, EngineUse use, Device& device, std::unique_ptr<Ops> ops, Groups groups,
+         const EngineMemory& memory);
 
   const RunConfig& config() const { return config_; }
   const ParameterTable& table() const { return table_; }
@@ -60,20 +59,31 @@ class Engine {
 
   /// Weights drawn by Philox, keyed by seed, parameter name and element: the same in every layout.
   void initialise(uint64_t seed);
-  /// The weights as training keeps them: the f32 master weights, or the compute weights where there is no optimizer.
-  Tensor master_weights() const;
+  const Groups& groups() const { return groups_; }
+  const Schedule& schedule() const { return pipeline_.schedule(); }
+  /// The weights as training keeps them: the f32 master weights (a rank's shards), or the compute weights where there is
+  /// no optimizer.
+  FlatState master_weights() const;
+  /// All weights and gradients that the rank holds, in the table's layout. After a step a gradient is the sum over all
+  /// ranks where the rank's optimizer needs it, see optimizer.h.
+  Tensor weights() const { return parameters_.weights; }
   Tensor gradients() const { return parameters_.gradients; }
   /// Both moments. Training only.
   std::vector<FlatState> moments() const;
   /// The last step's expert counts f32 [N,E] where the next step depends on them (balance_unit "global"), else empty.
   Tensor carried_counts() const;
-  /// After master_weights() was overwritten: makes the compute weights follow.
+  /// After master_weights() was overwritten: makes the compute weights of all ranks follow.
   void refresh_weights();
 
   /// One update, from the rank's part of the global batch. `step` counts from 0.
   void step(int64_t step, const HostBatch& batch);
+  /// Called before every action of the pipeline, and at the end of its schedule with nothing; for traces.
+  std::function<void(const Action*)> on_action;
   /// The last step's result; the host waits for it.
   StepResult result_wait();
+
+  /// Sum of the targets' weights of the last batch, over all ranks.
+  double target_weight() const { return scales_.target_weight; }
 
   /// Whether every weight is finite: an update of finite numbers can still overflow.
   bool weights_finite_wait();
@@ -82,7 +92,8 @@ class Engine {
 
   /// Forward and backward of a whole batch as one micro-batch; gradients stay in gradients().
   StepResult gradients_wait(const HostBatch& batch);
-  /// Losses of a whole batch as one micro-batch, without touching any state. Logits go to `sink` where given.
+  /// Losses of a whole batch as one micro-batch, over all ranks' batches (of one size), without touching any state. Logits
+  /// of the rank's own batch go to `sink` where given.
   StepResult evaluate_wait(const HostBatch& batch, const LogitsSink& sink = {});
 
   /// Appends tokens to the cached sequence; returns the logits after the last one.
@@ -90,48 +101,73 @@ class Engine {
   void reset_caches();
 
   /// Bytes in use at most so far, all arenas.
-  int64_t peak_bytes() const { return persistent_.peak() + saved_.peak() + workspace_.peak(); }
-  EngineMemory peak_memory() const { return {persistent_.peak(), saved_.peak(), workspace_.peak()}; }
+  int64_t peak_bytes() const { return peak_memory().total(); }
+  EngineMemory peak_memory() const {
+    return {persistent_.peak(), pipeline_.slot_peak(), pipeline_.slots(), workspace_.peak()};
+  }
   std::map<std::string, int64_t> peak_segments() const;
 
  private:
-  Context context(Write write);
-  MicroBatch upload(const HostBatch& batch);
+  Pipeline make_pipeline(EngineUse use, int64_t slot_capacity);
+  std::unique_ptr<TokenDispatcher> make_dispatcher();
+  Context context(Arena& saved, Arena* deferred, int micro_batch);
+  MicroBatch upload(const HostBatch& batch, int64_t micro_batches);
   MicroBatch micro_batch(const MicroBatch& whole, int64_t first_sequence, int64_t sequences) const;
   LossSums loss_sums() const { return {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}; }
-  RouterLoad router_load() const { return {step_counts_NE_, previous_counts_NE_}; }
+  const Balance* balance() const { return pipeline_.stages().front().balance(); }
   /// Losses to zero; the last step's expert counts become the previous ones.
   void begin_sums();
+  /// The sums of all ranks.
+  void reduce_sums();
 
   RunConfig config_;
   Device& device_;
   std::unique_ptr<Ops> ops_;
-  std::unique_ptr<Communicator> world_;
-  Arena persistent_, saved_, workspace_;
+  Groups groups_;
+  Arena persistent_, workspace_;
   ParameterTable table_;
-  Model model_;
+  std::unique_ptr<TokenDispatcher> dispatcher_;
+  Pipeline pipeline_;
   ParameterBuffers parameters_;
   std::unique_ptr<Optimizer> optimizer_;
   Tensor tokens_, targets_, positions_, weights_;  // i32, i32, i32, f32 [tokens of the largest batch]
   Tensor sums_;                                    // f64 [4]: cross-entropy, balance, z, squares
   Tensor control_;                                 // f32 [kControlSize]
-  Tensor step_counts_NE_, previous_counts_NE_;     // f32
+  Tensor step_counts_, previous_counts_;           // f32 [MoE layers, E]
   LossScales scales_;
+  int micro_batches_ = 1;  ///< of the batch that was uploaded last
+  bool training_ = false;  ///< a step is under way
   std::vector<KvCache> caches_;
 };
 
-/// Memory and work of one step, found by running it dry.
+/// Memory and work of one step of one rank, found by running it dry.
 struct EnginePlan {
   EngineMemory memory;
   std::map<std::string, int64_t> segments;  ///< bytes at each arena's peak
   double step_flops = 0;                    ///< of the products of one step, all micro-batches
 };
-EnginePlan plan_engine(const RunConfig& config, EngineUse use);
+EnginePlan plan_engine(const RunConfig& config, EngineUse use, int rank = 0);
 
-/// Throws Error(kMemory) naming the largest segments when the plan does not fit the device.
-void check_fits(const EnginePlan& plan, const Device& device);
+/// What one rank does in one step, action by action.
+struct Trace {
+  struct Phase {
+    std::optional<Action> action;  ///< nothing: the end of the step (norm, update, gathering)
+    size_t first_op, first_message;
+  };
+  std::vector<Phase> phases;
+  std::vector<OpRecord> ops;
+  std::vector<MessageRecord> messages;
+};
+/// A dry step of one rank.
+Trace trace_step(const RunConfig& config, int rank);
+
+/// Throws Error(kMemory) naming the largest segments when the plan does not fit the device, shared by that many ranks.
+void check_fits(const EnginePlan& plan, const Device& device, int sharers = 1);
 
 /// For a run on this machine. Throws Error(kMemory) naming the largest segments when the plan does not fit the device.
+std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan,
+                                    Processes& processes);
+/// The same on a single process.
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan);
 
 /// The tensor's values on the host, bf16 widened; the host waits for the device.

@@ -11,7 +11,8 @@ struct Evaluation {
   double weight = 0;  ///< sum of the targets' weights
 };
 
-/// Over all windows, at most `sequences` at once. The host waits for the device; no state of the engine changes.
+/// Over all windows, at most `sequences` at once on a rank; the ranks of a dp group share them. The host waits for the
+/// device; no state of the engine changes. Collective.
 Evaluation evaluate_windows_wait(Engine& engine, const EvalWindows& windows, int64_t sequences);
 
 }  // namespace optimus

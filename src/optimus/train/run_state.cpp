@@ -2,6 +2,7 @@
 
 #include "optimus/base/json.h"
 #include "optimus/checkpoint/writer.h"
+#include "optimus/comm/together.h"
 
 namespace optimus {
 namespace {
@@ -25,45 +26,67 @@ nlohmann::json passed_on(const fs::path& origin, const CheckpointWriter& writer)
   return Checkpoint(origin).manifest().source;
 }
 
-void load_flat(Engine& engine, Checkpoint& checkpoint, const std::string& prefix, Tensor flat) {
-  checkpoint.load(parts_of(engine.table(), prefix, flat.dtype),
+std::vector<TensorPart> parts_of_ranges(const Engine& engine, const FlatState& state,
+                                        const std::vector<FlatRange>& ranges) {
+  std::vector<TensorPart> parts;
+  for (const FlatRange& range : ranges) {
+    const std::vector<TensorPart> more =
+        parts_of(engine.table(), state.prefix, state.buffer.dtype, range.begin, range.count, range.offset);
+    parts.insert(parts.end(), more.begin(), more.end());
+  }
+  return parts;
+}
+
+void load_flat(Engine& engine, Checkpoint& checkpoint, const FlatState& state) {
+  checkpoint.load(parts_of_ranges(engine, state, state.held),
                   [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
-                    engine.device().from_host(elements_of(flat, part, first, bytes.size()), bytes.data());
+                    engine.device().from_host(elements_of(state.buffer, part, first, bytes.size()), bytes.data());
                   });
 }
 
 }  // namespace
 
-void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::json sections, const fs::path& origin) {
-  CheckpointWriter writer(folder, step);
-  auto from = [&](Tensor flat) {
-    return [&engine, flat](const TensorPart& part, int64_t first, std::span<std::byte> out) {
-      engine.device().to_host_wait(out.data(), elements_of(flat, part, first, out.size()));
+void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::json sections, const fs::path& origin,
+                Processes& processes) {
+  CheckpointWriter writer(folder, step, processes);
+  nlohmann::json source;
+  together(processes, [&] {
+    const auto from = [&](Tensor buffer) {
+      return [&engine, buffer](const TensorPart& part, int64_t first, std::span<std::byte> out) {
+        engine.device().to_host_wait(out.data(), elements_of(buffer, part, first, out.size()));
+      };
     };
-  };
-  writer.write("weights.safetensors", parts_of(engine.table(), "", DType::f32), from(engine.master_weights()));
-
-  for (const FlatState& moment : engine.moments())
-    writer.write(moment.prefix + "safetensors", parts_of(engine.table(), moment.prefix, moment.flat.dtype),
-                 from(moment.flat));
-  if (const Tensor counts = engine.carried_counts())
-    writer.write("router.safetensors", {counts_part(counts)}, from(counts));
-  writer.commit(std::move(sections), origin.empty() ? nlohmann::json() : passed_on(origin, writer));
+    const auto write = [&](const std::string& file, const FlatState& state) {
+      writer.write(file, parts_of_ranges(engine, state, state.owned), from(state.buffer));
+    };
+    write("weights.safetensors", engine.master_weights());
+    for (const FlatState& moment : engine.moments()) write(moment.prefix + "safetensors", moment);
+    const Tensor counts = engine.carried_counts();
+    if (processes.rank() == 0 && counts) writer.write("router.safetensors", {counts_part(counts)}, from(counts));
+    if (processes.rank() == 0 && !origin.empty()) source = passed_on(origin, writer);
+  });
+  writer.commit(std::move(sections), std::move(source));
 }
 
-void load_weights(Engine& engine, Checkpoint& checkpoint) {
-  load_flat(engine, checkpoint, "", engine.master_weights());
+void load_weights(Engine& engine, Checkpoint& checkpoint, Processes& processes) {
+  together(processes, [&] { load_flat(engine, checkpoint, engine.master_weights()); });
   engine.refresh_weights();
 }
 
-void load_state(Engine& engine, Checkpoint& checkpoint) {
-  load_weights(engine, checkpoint);
-  for (const FlatState& moment : engine.moments()) load_flat(engine, checkpoint, moment.prefix, moment.flat);
-  if (const Tensor counts = engine.carried_counts(); counts && checkpoint.has("router.counts"))
-    checkpoint.load({counts_part(counts)},
-                    [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
-                      engine.device().from_host(elements_of(counts, part, first, bytes.size()), bytes.data());
-                    });
+void load_state(Engine& engine, Checkpoint& checkpoint, Processes& processes) {
+  load_weights(engine, checkpoint, processes);
+  together(processes, [&] {
+    for (const FlatState& moment : engine.moments()) load_flat(engine, checkpoint, moment);
+    if (const Tensor counts = engine.carried_counts(); counts && checkpoint.has("router.counts"))
+      checkpoint.load({counts_part(counts)},
+                      [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
+                        engine.device().from_host(elements_of(counts, part, first, bytes.size()), bytes.data());
+                      });
+  });
+}
+
+void load_weights(Engine& engine, Checkpoint& checkpoint) {
+  load_weights(engine, checkpoint, *make_single_process());
 }
 
 void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {

@@ -1,5 +1,7 @@
 // The engine's state to and from checkpoints: master weights in weights.safetensors, the moments in m.safetensors and
-// v.safetensors, the expert counts that the next step needs (balance_unit "global") in router.safetensors.
+// v.safetensors, the expert counts that the next step needs (balance_unit "global") in router.safetensors. Every rank
+// writes what it owns and reads what it holds, whatever layout wrote it. All functions that take an engine are
+// collective; an error of one rank is thrown on all.
 #pragma once
 
 #include "optimus/checkpoint/checkpoint.h"
@@ -11,12 +13,14 @@ namespace optimus {
 /// the same model that was imported or descends from an import: where it came from (dtype, tokenizer files) is passed on,
 /// so that an export gives it back. Error(kData).
 /// `sections` is the run's configuration for the manifest.
-void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::json sections, const fs::path& origin);
+void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::json sections, const fs::path& origin,
+                Processes& processes);
 
 /// Weights only (the start of a run, evaluation, generation). Error(kData) naming the tensor.
-void load_weights(Engine& engine, Checkpoint& checkpoint);
+void load_weights(Engine& engine, Checkpoint& checkpoint, Processes& processes);
+void load_weights(Engine& engine, Checkpoint& checkpoint);  ///< of one process
 /// Everything: the engine continues as if it had never stopped.
-void load_state(Engine& engine, Checkpoint& checkpoint);
+void load_state(Engine& engine, Checkpoint& checkpoint, Processes& processes);
 
 /// Error(kUsage) naming the first key in which `config` differs from the checkpoint's run where it may not: model, data
 /// order, seed, sequence, global batch.

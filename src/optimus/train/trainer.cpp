@@ -8,6 +8,7 @@
 #include "optimus/base/json.h"
 #include "optimus/base/log.h"
 #include "optimus/checkpoint/run_folder.h"
+#include "optimus/comm/together.h"
 #include "optimus/optim/schedule.h"
 #include "optimus/train/evaluation.h"
 #include "optimus/train/run_state.h"
@@ -19,11 +20,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-fs::path prepared_run_folder(const RunConfig& config) {
-  make_folder(fs::path(config.run.dir) / "checkpoints");
-  return fs::path(config.run.dir) / "lock";
-}
-
 void log_plan(const EnginePlan& plan, const Engine& engine, const RunConfig& config) {
   log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:",
              double(engine.table().count()) / 1e6, flops_per_token(config.model) / 1e6);
@@ -33,73 +29,126 @@ void log_plan(const EnginePlan& plan, const Engine& engine, const RunConfig& con
 
 }  // namespace
 
-Trainer::Trainer(const RunConfig& config, const std::atomic<int>& signal)
-    : config_(config),
-      signal_(signal),
-      lock_(prepared_run_folder(config), "run.dir " + config.run.dir),
-      device_(make_cpu_device()) {
-  remove_leftovers(config.run.dir);
+Trainer::Trainer(const RunConfig& config, const std::atomic<int>& signal, Processes& processes)
+    : config_(config), signal_(signal), processes_(processes), device_(make_cpu_device()) {
+  together(processes, [&] {
+    if (!first()) return;
+    make_folder(fs::path(config.run.dir) / "checkpoints");
+    lock_.emplace(fs::path(config.run.dir) / "lock", "run.dir " + config.run.dir);
+    remove_leftovers(config.run.dir);
+  });
   start_or_resume();
 }
 
+// The first rank looks, and reads every byte; the others take its word.
+std::optional<Checkpoint> Trainer::newest_checkpoint() {
+  std::optional<Checkpoint> checkpoint;
+  std::string folder;
+  together(processes_, [&] {
+    if (!first()) return;
+    checkpoint = newest_valid(config_.run.dir);
+    if (checkpoint) folder = checkpoint->folder().string();
+    else
+      require(step_folders(config_.run.dir).empty(), ErrorKind::kData,
+              "{} holds checkpoints, but none that is valid; move them away to start anew", config_.run.dir);
+  });
+  folder = processes_.broadcast(folder, 0);
+  together(processes_, [&] {
+    if (!first() && !folder.empty()) checkpoint.emplace(folder);
+  });
+  return checkpoint;
+}
+
 void Trainer::start_or_resume() {
-  std::optional<Checkpoint> checkpoint = newest_valid(config_.run.dir);
+  std::optional<Checkpoint> checkpoint = newest_checkpoint();
   if (checkpoint) {
     check_same_run(config_, *checkpoint);
     completed_ = saved_ = checkpoint->step();
     if (completed_ >= config_.train.steps) {
-      log().info("{} is finished: {} of {} steps are done", config_.run.dir, completed_, config_.train.steps);
+      if (first())
+        log().info("{} is finished: {} of {} steps are done", config_.run.dir, completed_, config_.train.steps);
       return;
     }
-  } else {
-    require(step_folders(config_.run.dir).empty(), ErrorKind::kData,
-            "{} holds checkpoints, but none that is valid; move them away to start anew", config_.run.dir);
   }
 
-  const int64_t sequence = config_.model.sequence, batch = config_.train.global_batch;
-  loader_.emplace(config_.data, BatchPart{sequence, config_.model.vocab, batch, 0, batch}, config_.train.seed);
-  if (config_.train.eval_every > 0)
-    valid_.emplace(config_.data, sequence, config_.model.vocab, config_.train.eval_sequences);
-
-  const EnginePlan plan = plan_engine(config_, EngineUse::train);
-  engine_ = make_engine(config_, EngineUse::train, *device_, plan);
-  log_plan(plan, *engine_, config_);
+  const EnginePlan plan = plan_engine(config_, EngineUse::train, processes_.rank());
+  together(processes_, [&] {
+    const int64_t sequence = config_.model.sequence, local = config_.local_batch();
+    const int64_t from = place_of(config_.mesh, processes_.rank()).dp * local;
+    loader_.emplace(config_.data, BatchPart{sequence, config_.model.vocab, config_.train.global_batch, from, local},
+                    config_.train.seed);
+    if (config_.train.eval_every > 0)
+      valid_.emplace(config_.data, sequence, config_.model.vocab, config_.train.eval_sequences);
+    check_fits(plan, *device_, processes_.local_size());
+    if (checkpoint) check_same_data(*loader_, *checkpoint);
+  });
+  engine_ = make_engine(config_, EngineUse::train, *device_, plan, processes_);
+  if (first()) log_plan(plan, *engine_, config_);
   if (checkpoint) {
-    check_same_data(*loader_, *checkpoint);
-    load_state(*engine_, *checkpoint);
+    load_state(*engine_, *checkpoint, processes_);
     origin_ = checkpoint->folder();
-    log().info("resumed from {}", checkpoint->folder().string());
+    if (first()) log().info("resumed from {}", checkpoint->folder().string());
   } else if (!config_.train.init_from.empty()) {
-    Checkpoint source = resolve_checkpoint(config_.train.init_from);
-    load_weights(*engine_, source);
-    origin_ = source.folder();
-    log().info("weights from {}", source.folder().string());
+    std::optional<Checkpoint> source;
+    together(processes_, [&] { source.emplace(resolve_checkpoint(config_.train.init_from)); });
+    load_weights(*engine_, *source, processes_);
+    origin_ = source->folder();
+    if (first()) log().info("weights from {}", source->folder().string());
   } else {
     engine_->initialise(uint64_t(config_.train.seed));
   }
 
-  write_text_atomically(fs::path(config_.run.dir) / "config.toml", to_toml(config_));
-  metrics_.emplace(config_.run.dir);
-  metrics_->cut_back_to(completed_);
-  tensorboard_.emplace(config_.run.dir, completed_);
-  progress_.emplace(config_.train.steps, config_.train.log_every, STDERR_FILENO);
+  together(processes_, [&] {
+    if (!first()) return;
+    write_text_atomically(fs::path(config_.run.dir) / "config.toml", to_toml(config_));
+    metrics_.emplace(config_.run.dir);
+    metrics_->cut_back_to(completed_);
+    tensorboard_.emplace(config_.run.dir, completed_);
+    progress_.emplace(config_.train.steps, config_.train.log_every, STDERR_FILENO);
+  });
 }
 
 int Trainer::run() {
   try {
-    while (completed_ < config_.train.steps && signal_ == 0) train_step(completed_);
+    while (completed_ < config_.train.steps) {
+      std::optional<HostBatch> batch = next_batch();
+      if (!batch) break;
+      train_step(std::move(*batch));
+    }
   } catch (...) {
     save_before_failing();
     throw;
   }
   if (completed_ != saved_) save(completed_);
   progress_.reset();
-  return signal_ == 0 || completed_ >= config_.train.steps ? 0 : 128 + signal_;
+  return completed_ >= config_.train.steps ? 0 : 128 + stopped_by_;
 }
 
-void Trainer::train_step(int64_t step) {
+std::optional<HostBatch> Trainer::next_batch() {
+  constexpr int kFailed = 1 << 16;  // above every signal
+  HostBatch batch;
+  std::exception_ptr error;
+  if (signal_ == 0) {
+    try {
+      batch = loader_->next(completed_);
+    } catch (const Error&) {
+      error = std::current_exception();
+    }
+  }
+  const int64_t agreed = processes_.max(error ? kFailed : int64_t(signal_));
+  if (agreed == kFailed)
+    together(processes_, [&] {
+      if (error) std::rethrow_exception(error);
+    });
+  stopped_by_ = int(agreed);
+  // A signal that came after its rank had looked stops the step after this one.
+  if (agreed != 0) return std::nullopt;
+  return batch;
+}
+
+void Trainer::train_step(HostBatch batch) {
   const auto start = Clock::now();
-  engine_->step(step, loader_->next(step));
+  engine_->step(completed_, batch);
   const StepResult result = engine_->result_wait();
   const double seconds = seconds_since(start);
   if (!result.finite) {
@@ -107,9 +156,9 @@ void Trainer::train_step(int64_t step) {
     fail(ErrorKind::kNumerical,
          "step {}: loss {} or gradient norm {} is not finite. The update was not made: {} keeps the state before it. A "
          "lower optimizer.lr or other data may help",
-         step + 1, result.loss, result.gradient_norm, config_.run.dir);
+         completed_ + 1, result.loss, result.gradient_norm, config_.run.dir);
   }
-  completed_ = step + 1;
+  ++completed_;
   report(completed_, seconds, result, evaluate(completed_));
   if (config_.checkpoint.every > 0 && completed_ % config_.checkpoint.every == 0) save(completed_);
 }
@@ -120,6 +169,13 @@ std::optional<double> Trainer::evaluate(int64_t completed) {
 }
 
 void Trainer::report(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss) {
+  together(processes_, [&] {
+    if (first()) report_here(completed, seconds, result, valid_loss);
+  });
+}
+
+void Trainer::report_here(int64_t completed, double seconds, const StepResult& result,
+                          std::optional<double> valid_loss) {
   StepRecord record;
   record.step = completed;
   record.tokens = completed * config_.tokens_per_step();
@@ -131,7 +187,7 @@ void Trainer::report(int64_t completed, double seconds, const StepResult& result
   record.lr = learning_rate(config_.optimizer, completed - 1);
   record.step_seconds = seconds;
   record.tokens_per_second = double(config_.tokens_per_step()) / seconds;
-  record.tflops = record.tokens_per_second * flops_per_token(config_.model) / 1e12;
+  record.tflops = record.tokens_per_second * flops_per_token(config_.model) / 1e12 / processes_.size();
   record.mfu = NAN;  // a CPU's peak is not known; `optimus bench step` measures its ceiling
   record.memory_peak_bytes = engine_->peak_bytes();
   record.valid_loss = valid_loss;
@@ -169,16 +225,18 @@ void Trainer::save_before_failing() {
 }
 
 void Trainer::save(int64_t completed) {
-  progress_->finish();
+  if (progress_) progress_->finish();
   require(engine_->weights_finite_wait(), ErrorKind::kNumerical,
           "the weights after step {} are not finite; they are not saved. A lower optimizer.lr may help", completed);
   const fs::path folder = step_folder(config_.run.dir, completed);
   nlohmann::json sections = section_to_json(config_);
   sections["data"]["windows"] = loader_->windows();
-  save_state(*engine_, folder, completed, std::move(sections), origin_);
+  save_state(*engine_, folder, completed, std::move(sections), origin_, processes_);
   saved_ = completed;
   if (!origin_.empty()) origin_ = folder;  // the older one may be pruned
-  prune(config_.run.dir, config_.checkpoint.keep);
+  together(processes_, [&] {
+    if (first()) prune(config_.run.dir, config_.checkpoint.keep);
+  });
 }
 
 }  // namespace optimus

@@ -1,10 +1,13 @@
 // The trainer, top to bottom: resume or start, steps, evaluation, checkpoints, and a clean end at the last step or a
-// signal.
+// signal. Every rank runs it; the first one alone holds the run's folder, speaks and writes metrics. What a rank decides
+// by itself (a signal came, its data cannot be read) is agreed on before anyone acts on it.
 #pragma once
 
 #include <atomic>
 #include <optional>
 
+#include "optimus/checkpoint/checkpoint.h"
+#include "optimus/comm/processes.h"
 #include "optimus/data/loader.h"
 #include "optimus/train/engine.h"
 #include "optimus/train/metrics.h"
@@ -17,25 +20,32 @@ class Trainer {
  public:
   /// Takes the run's folder (locked until destruction), resumes from its newest valid checkpoint or starts anew.
   /// `signal`: the number of the signal that asked to stop, 0 while none did; it may be set at any time.
-  Trainer(const RunConfig& config, const std::atomic<int>& signal);
+  Trainer(const RunConfig& config, const std::atomic<int>& signal, Processes& processes);
 
   /// Trains to the last step. Returns the exit code: 0 when done, 128 + signal when stopped (a last checkpoint was
   /// written). Throws Error(kNumerical) for a step whose loss or gradient is not finite; its update was not made.
   int run();
 
  private:
+  std::optional<Checkpoint> newest_checkpoint();
   void start_or_resume();
-  void train_step(int64_t step);
+  bool first() const { return processes_.rank() == 0; }
+  /// The next batch; nothing when a rank was asked to stop. An error of one rank's data is thrown on all.
+  std::optional<HostBatch> next_batch();
+  void train_step(HostBatch batch);
   std::optional<double> evaluate(int64_t completed);
   void report(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss);
+  void report_here(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss);
   void save(int64_t completed);
   void save_before_failing();
 
   RunConfig config_;
   const std::atomic<int>& signal_;
-  FileLock lock_;
+  Processes& processes_;
+  std::optional<FileLock> lock_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Engine> engine_;
+  int stopped_by_ = 0;     ///< the signal that all ranks agreed to stop for
   int64_t completed_ = 0;  ///< updates made
   int64_t saved_ = -1;     ///< updates in the newest checkpoint
   fs::path origin_;        ///< checkpoint that the weights came from; empty for a fresh start

@@ -19,9 +19,9 @@ class CpuOps final : public Ops {
 
   // matmul.cpp, grouped_matmul.cpp
   void matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) override;
-  void grouped_matmul(Tensor x_RK, Tensor w_LNK, Tensor offsets_L1, Tensor y_RN) override;
-  void grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, Tensor offsets_L1, Tensor dx_RK) override;
-  void grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, Tensor offsets_L1, Tensor dw_LNK, Write write) override;
+  void grouped_matmul(Tensor x_RK, Tensor w_LNK, const RouteIndex& index, Tensor y_RN) override;
+  void grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, const RouteIndex& index, Tensor dx_RK) override;
+  void grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, const RouteIndex& index, Tensor dw_LNK, Write write) override;
 
   // embedding.cpp
   void embedding(Tensor ids_T, Tensor w_VD, Tensor y_TD) override;
@@ -55,7 +55,8 @@ class CpuOps final : public Ops {
                     double gradient_scale, Tensor loss, Tensor gradient_UE) override;
 
   // dispatch.cpp
-  void route(Tensor ids_TK, int64_t first_expert, const RouteIndex& index) override;
+  void route(Tensor ids_TK, int64_t first_expert, int64_t first_row, const RouteIndex& index) override;
+  void route_to_ranks(Tensor ids_TK, int64_t experts_per_rank, const RouteIndex& index) override;
   void gather_rows(Tensor x_TD, const RouteIndex& index, Tensor rows_RD) override;
   void combine_rows(Tensor rows_RD, const RouteIndex& index, Tensor addend_TD, Tensor y_TD) override;
 
@@ -70,7 +71,7 @@ class CpuOps final : public Ops {
 
  private:
   /// Rows times each expert's matrix, transposed for the forward product.
-  void grouped_rows(const Tensor& from, const Tensor& w_LNK, const Tensor& offsets_L1, Transpose tw, const Tensor& to);
+  void grouped_rows(const Tensor& from, const Tensor& w_LNK, const RouteIndex& index, Transpose tw, const Tensor& to);
 
   Scratch scratch_;          ///< of the op that is running
   Scratch product_scratch_;  ///< f32 copies of operands that no product takes as they are

@@ -62,9 +62,9 @@ void multiply_rows(const Groups& groups, const Tensor& from, const Tensor& w_LNK
 
 }  // namespace
 
-void CpuOps::grouped_rows(const Tensor& from, const Tensor& w_LNK, const Tensor& offsets_L1, Transpose tw,
+void CpuOps::grouped_rows(const Tensor& from, const Tensor& w_LNK, const RouteIndex& index, Transpose tw,
                           const Tensor& to) {
-  const Groups groups(offsets_L1);
+  const Groups groups(index.offsets_L1);
   const int64_t rows = groups.total();
   if (rows == 0 || to.columns() == 0) return;
   expects(w_LNK.shape.rank() == 3 && w_LNK.shape[0] == groups.experts && rows <= from.rows() && rows <= to.rows(),
@@ -82,18 +82,18 @@ void CpuOps::grouped_rows(const Tensor& from, const Tensor& w_LNK, const Tensor&
   copy(to32, to.slice(0, rows));
 }
 
-void CpuOps::grouped_matmul(Tensor x_RK, Tensor w_LNK, Tensor offsets_L1, Tensor y_RN) {
-  grouped_rows(x_RK, w_LNK, offsets_L1, Transpose::yes, y_RN);
+void CpuOps::grouped_matmul(Tensor x_RK, Tensor w_LNK, const RouteIndex& index, Tensor y_RN) {
+  grouped_rows(x_RK, w_LNK, index, Transpose::yes, y_RN);
 }
 
-void CpuOps::grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, Tensor offsets_L1, Tensor dx_RK) {
-  grouped_rows(dy_RN, w_LNK, offsets_L1, Transpose::no, dx_RK);
+void CpuOps::grouped_matmul_input(Tensor dy_RN, Tensor w_LNK, const RouteIndex& index, Tensor dx_RK) {
+  grouped_rows(dy_RN, w_LNK, index, Transpose::no, dx_RK);
 }
 
-void CpuOps::grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, Tensor offsets_L1, Tensor dw_LNK, Write write) {
-  const Groups groups(offsets_L1);
+void CpuOps::grouped_matmul_weight(Tensor dy_RN, Tensor x_RK, const RouteIndex& index, Tensor dw_LNK, Write write) {
+  const Groups groups(index.offsets_L1);
   const int64_t rows = groups.total(), n = dw_LNK.shape[1], k = dw_LNK.shape[2];
-  if (dw_LNK.elements() == 0) return;
+  if (dw_LNK.elements() == 0 || (rows == 0 && write == Write::accumulate)) return;
   expects(dy_RN.columns() == n && x_RK.columns() == k && dw_LNK.shape[0] == groups.experts && rows <= dy_RN.rows() &&
               rows <= x_RK.rows(),
           "grouped weight gradient of {} and {} into {}, {} rows", dy_RN.shape, x_RK.shape, dw_LNK.shape, rows);

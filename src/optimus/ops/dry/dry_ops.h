@@ -1,8 +1,11 @@
 // The dry backend: the same step without maths. Every call is recorded with the floating-point operations of its
 // mathematics and the bytes that its operands have, each read or written once. FLOPs count products only (a
-// multiply-add is two); causal attention counts half the square.
+// multiply-add is two); causal attention counts half the square. Tensors of routed rows count the rows that balanced
+// experts would have (RouteIndex::balanced_rows): their capacity is larger.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
 #include <string_view>
 #include <vector>
 
@@ -31,15 +34,16 @@ class DryOps final : public Ops {
     const double k = double(ta == Transpose::no ? a.columns() : a.rows());
     record("matmul", 2.0 * double(y.elements()) * k, {a, b, y, addend});
   }
-  void grouped_matmul(Tensor x, Tensor w, Tensor, Tensor y) override {
-    record("grouped_matmul", 2.0 * double(y.elements()) * double(x.columns()), {x, w, y});
+  void grouped_matmul(Tensor x, Tensor w, const RouteIndex& index, Tensor y) override {
+    record("grouped_matmul", grouped_flops(index, x, y), {touched(w, index)}, row_bytes(index, {x, y}));
   }
-  void grouped_matmul_input(Tensor dy, Tensor w, Tensor, Tensor dx) override {
-    record("grouped_matmul_input", 2.0 * double(dx.elements()) * double(dy.columns()), {dy, w, dx});
+  void grouped_matmul_input(Tensor dy, Tensor w, const RouteIndex& index, Tensor dx) override {
+    record("grouped_matmul_input", grouped_flops(index, dy, dx), {touched(w, index)}, row_bytes(index, {dy, dx}));
   }
-  void grouped_matmul_weight(Tensor dy, Tensor x, Tensor, Tensor dw, Write write) override {
-    record("grouped_matmul_weight", 2.0 * double(dy.elements()) * double(x.columns()),
-           {dy, x, dw, write == Write::accumulate ? dw : Tensor{}});
+  void grouped_matmul_weight(Tensor dy, Tensor x, const RouteIndex& index, Tensor dw, Write write) override {
+    const bool adds = write == Write::accumulate;
+    record("grouped_matmul_weight", grouped_flops(index, dy, x),
+           {adds ? touched(dw, index) : dw, adds ? touched(dw, index) : Tensor{}}, row_bytes(index, {dy, x}));
   }
 
   void embedding(Tensor ids, Tensor, Tensor y) override { record("embedding", 0, {ids, y, y}); }
@@ -86,14 +90,20 @@ class DryOps final : public Ops {
     record("balance_loss", 0, {counts, prob_sums, gradient});
   }
 
-  void route(Tensor ids, int64_t, const RouteIndex& index) override {
-    record("route", 0, {ids, index.token_R, index.slot_R, index.row_ptr_T1, index.row_R});
+  void route(Tensor ids, int64_t, int64_t, const RouteIndex& index) override {
+    record("route", 0, {ids, index.row_ptr_T1}, row_bytes(index, {index.token_R, index.slot_R, index.row_R}));
+  }
+  void route_to_ranks(Tensor ids, int64_t, const RouteIndex& index) override {
+    record("route_to_ranks", 0, {ids, index.row_ptr_T1}, row_bytes(index, {index.token_R, index.row_R}));
   }
   void gather_rows(Tensor, const RouteIndex& index, Tensor rows) override {
-    record("gather_rows", 0, {index.token_R, rows, rows});
+    record("gather_rows", 0, {}, row_bytes(index, {index.token_R, rows, rows}));
   }
   void combine_rows(Tensor rows, const RouteIndex& index, Tensor addend, Tensor y) override {
-    record("combine_rows", 0, {index.row_R, rows, addend, y});
+    const double all = double(y.rows());
+    const double tokens = addend.same_view(y) ? std::min(all, index.balanced_rows) : all;  // in place: those with rows
+    record("combine_rows", 0, {},
+           row_bytes(index, {index.row_R, rows}) + bytes_of(addend, tokens) + bytes_of(y, tokens));
   }
 
   void cross_entropy(Tensor logits, Tensor, Tensor, float scale, Tensor) override {
@@ -114,8 +124,23 @@ class DryOps final : public Ops {
     const double seen = shape.causal ? double(shape.keys) - double(shape.queries) / 2.0 : double(shape.keys);
     return 4.0 * double(shape.sequences * shape.heads * shape.head_dim) * double(shape.queries) * seen;
   }
-  void record(std::string_view op, double flops, std::initializer_list<Tensor> operands) {
+  static double grouped_flops(const RouteIndex& index, const Tensor& a, const Tensor& b) {
+    return 2.0 * index.balanced_rows * double(a.columns()) * double(b.columns());
+  }
+  /// The experts' weights of a product that reads (or adds to) them only where there are rows.
+  static Tensor touched(const Tensor& w, const RouteIndex& index) { return index.balanced_rows > 0 ? w : Tensor{}; }
+  /// Of `count` entries of the first dimension.
+  static double bytes_of(const Tensor& tensor, double count) {
+    return tensor && tensor.shape[0] > 0 ? count * double(tensor.bytes() / tensor.shape[0]) : 0.0;
+  }
+  /// Of the balanced rows of tensors [R] or [R,columns].
+  static double row_bytes(const RouteIndex& index, std::initializer_list<Tensor> tensors) {
     double bytes = 0;
+    for (const Tensor& tensor : tensors) bytes += bytes_of(tensor, index.balanced_rows);
+    return bytes;
+  }
+  /// `bytes` come on top of the operands'.
+  void record(std::string_view op, double flops, std::initializer_list<Tensor> operands, double bytes = 0) {
     for (const Tensor& operand : operands)
       if (operand) bytes += double(operand.bytes());
     records_.push_back({op, flops, bytes});

@@ -1,0 +1,13 @@
+// Errors of one rank, shared by all.
+#pragma once
+
+#include <functional>
+
+#include "optimus/comm/processes.h"
+
+namespace optimus {
+
+/// Runs `work` on every rank; where it throws an Error on some, every rank throws that of the lowest of them. Collective.
+void together(Processes& processes, const std::function<void()>& work);
+
+}  // namespace optimus

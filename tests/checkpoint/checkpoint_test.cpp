@@ -111,10 +111,11 @@ TEST_F(CheckpointTest, LoadsInPartsOfATable) {
   row.global = kShape;
   row.boxes = {{{1, 0, 0}, {1, 6, 5}}, {{3, 0, 0}, {1, 6, 5}}};
   table.add(row);
+  table.lay_out(1, 1);
   save_step(1);
   Checkpoint checkpoint(step(1));
   std::vector<float> flat(size_t(table.elements()));
-  std::vector<TensorPart> parts = parts_of(table, "", DType::f32);
+  std::vector<TensorPart> parts = parts_of(table, "", DType::f32, 0, table.elements(), 0);
   ASSERT_EQ(parts.size(), 3u);
   parts.erase(parts.begin());
   checkpoint.load(parts, [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {

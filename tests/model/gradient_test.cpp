@@ -1,7 +1,8 @@
 // The whole model's f32 gradients against central differences of its own forward pass in double, routing held fixed.
 #include <numeric>
 
-#include "optimus/model/model.h"
+#include "optimus/model/stage.h"
+#include "optimus/parallel/dispatchers.h"
 #include "support/reference_ops.h"
 #include "support/tiny_model.h"
 
@@ -16,7 +17,9 @@ class DoubleModel {
         device_(make_cpu_device()),
         arena_(*device_, "double", int64_t(1) << 26),
         workspace_(*device_, "workspace", int64_t(1) << 26),
-        model_(config.model, table_) {
+        model_(config.model, Placement::whole(config.model), 1, table_),
+        dispatcher_(make_local_dispatcher()) {
+    table_.lay_out(1, 1);
     parameters_ = {&table_, arena_.allocate(DType::f64, {table_.elements()}, "weights"), {}};
     ReferenceOps::put(parameters_.weights, Values(weights.begin(), weights.end()));
     const Shape tokens{batch.sequences * batch.sequence_length};
@@ -45,8 +48,12 @@ class DoubleModel {
     Arena::Scope scope(arena_);
     ops_.fill(sums_, 0);
     if (counts_) ops_.fill(counts_, double(batch_.tokens()) * 0.4);
-    Context c{ops_, arena_, workspace_, parameters_, DType::f64, Write::overwrite};
-    model_.infer(c, batch_, scales_, {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}, {counts_, counts_}, {});
+    Context c{ops_,        arena_,       workspace_,       workspace_,
+              parameters_, *dispatcher_, DType::f64, Write::overwrite};
+    StageSaved saved;
+    model_.begin(c, batch_, saved);
+    model_.infer(c, batch_, {scales_, {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}, {counts_, counts_}}, {},
+                 saved);
     const Values sums = ReferenceOps::get(sums_);
     double loss = sums[0] / scales_.target_weight;
     if (config_.model.moe) {
@@ -79,7 +86,8 @@ class DoubleModel {
   std::unique_ptr<Device> device_;
   Arena arena_, workspace_;
   ParameterTable table_;
-  Model model_;
+  Stage model_;
+  std::unique_ptr<TokenDispatcher> dispatcher_;
   ReferenceOps ops_;
   ParameterBuffers parameters_;
   MicroBatch batch_;
@@ -99,7 +107,7 @@ void check_gradients(const std::vector<std::string>& overrides) {
   for (const Parameter& row : table.rows())
     for (int64_t i = row.offset; i < row.offset + row.local.elements(); ++i)
       weights[size_t(i)] = row.matrix() ? 5 * weights[size_t(i)] : weights[size_t(i)] + 0.2f * float(noise[size_t(i)]);
-  run.device->from_host(run.engine->master_weights(), weights.data());
+  run.device->from_host(run.engine->weights(), weights.data());
 
   const HostBatch batch = random_batch(config, 7);
   const double loss = run.engine->gradients_wait(batch).loss;

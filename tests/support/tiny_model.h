@@ -51,7 +51,7 @@ struct TestRun {
       : device(make_cpu_device()), engine(make_engine(config, use, *device, plan_engine(config, use))) {
     engine->initialise(uint64_t(config.train.seed));
   }
-  std::vector<float> weights() { return read_floats_wait(*device, engine->master_weights()); }
+  std::vector<float> weights() { return read_floats_wait(*device, engine->master_weights().buffer); }
   std::vector<float> gradients() { return read_floats_wait(*device, engine->gradients()); }
 
   std::unique_ptr<Device> device;

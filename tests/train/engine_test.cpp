@@ -108,13 +108,13 @@ TEST(Engine, NotFiniteNeverReachesTheWeights) {
   std::vector<float> weights = run.weights();
   weights[5] = std::numeric_limits<float>::quiet_NaN();  // an embedding row: the batch's own tokens
   for (int32_t token = 0; token < 40; ++token) weights[size_t(token * 24)] = std::numeric_limits<float>::infinity();
-  run.device->from_host(run.engine->master_weights(), weights.data());
-  const std::vector<float> moments = read_floats_wait(*run.device, run.engine->moments()[0].flat);
+  run.device->from_host(run.engine->weights(), weights.data());
+  const std::vector<float> moments = read_floats_wait(*run.device, run.engine->moments()[0].buffer);
   run.engine->step(1, random_batch(config, 2));
   EXPECT_FALSE(run.engine->result_wait().finite);
   const std::vector<float> after = run.weights();
   EXPECT_EQ(std::memcmp(after.data(), weights.data(), weights.size() * sizeof(float)), 0);
-  EXPECT_EQ(read_floats_wait(*run.device, run.engine->moments()[0].flat), moments);
+  EXPECT_EQ(read_floats_wait(*run.device, run.engine->moments()[0].buffer), moments);
 }
 
 TEST(Engine, Bf16FollowsF32) {

@@ -15,7 +15,7 @@ struct OpTotals {
   double seconds = 0, flops = 0, bytes = 0;
 };
 
-class TimedOps final : public Ops {
+class TimedOps : public Ops {
  public:
   explicit TimedOps(std::unique_ptr<Ops> inner) : inner_(std::move(inner)) {}
 

@@ -297,7 +297,7 @@ StepResult Engine::gradients_wait(const HostBatch& batch) {
 // ---- inference ----
 
 StepResult Engine::evaluate_wait(const HostBatch& batch, const LogitsSink& sink) {
-  if (optimizer_) optimizer_->finish_weights();
+  weights_wait();
   const MicroBatch whole = upload(batch, 1);
   ops_->fill(sums_, 0.0);
   pipeline_.infer([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); }, whole,

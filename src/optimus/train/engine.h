@@ -75,6 +75,11 @@ class Engine {
   /// After master_weights() was overwritten: makes the compute weights of all ranks follow.
   void refresh_weights();
 
+  /// The last update's weights have arrived from the ranks that made them (the next step waits by itself).
+  void weights_wait() {
+    if (optimizer_) optimizer_->finish_weights();
+  }
+
   /// One update, from the rank's part of the global batch. `step` counts from 0.
   void step(int64_t step, const HostBatch& batch);
   /// Called before every action of the pipeline, and at the end of its schedule with nothing; for traces.

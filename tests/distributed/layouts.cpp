@@ -75,19 +75,6 @@ void initialise(Engine& engine, const Variant& variant) {
   engine.refresh_weights();
 }
 
-HostBatch part_of(const HostBatch& whole, int64_t first, int64_t count) {
-  HostBatch part;
-  part.sequences = count;
-  part.sequence_length = whole.sequence_length;
-  const int64_t begin = first * whole.sequence_length, end = (first + count) * whole.sequence_length;
-  const auto cut = [&](const auto& from, auto& to) { to.assign(from.begin() + begin, from.begin() + end); };
-  cut(whole.tokens, part.tokens);
-  cut(whole.targets, part.targets);
-  cut(whole.positions, part.positions);
-  cut(whole.weights, part.weights);
-  return part;
-}
-
 // Uneven weights, so that a rank's mean is not the global one.
 HostBatch weighted_batch(const RunConfig& config, int64_t step) {
   HostBatch batch = random_batch(config, 100 + uint64_t(step));
@@ -269,6 +256,19 @@ LayoutRun::LayoutRun(const Variant& variant, const Layout& layout, const std::ve
   initialise(*engine, variant);
 }
 
+HostBatch part_of(const HostBatch& whole, int64_t first, int64_t count) {
+  HostBatch part;
+  part.sequences = count;
+  part.sequence_length = whole.sequence_length;
+  const int64_t begin = first * whole.sequence_length, end = (first + count) * whole.sequence_length;
+  const auto cut = [&](const auto& from, auto& to) { to.assign(from.begin() + begin, from.begin() + end); };
+  cut(whole.tokens, part.tokens);
+  cut(whole.targets, part.targets);
+  cut(whole.positions, part.positions);
+  cut(whole.weights, part.weights);
+  return part;
+}
+
 HostBatch LayoutRun::batch(int64_t step) const {
   return part_of(weighted_batch(config, step), engine->groups().place.dp * config.local_batch(), config.local_batch());
 }
@@ -317,17 +317,6 @@ void expect_gradients(LayoutRun& run, const std::map<std::string, std::vector<fl
   EXPECT_NEAR(compared, whole, 1e-9 * whole) << "elements of gradients that no rank or several own";
 }
 
-void expect_weights(LayoutRun& run, const std::map<std::string, std::vector<float>>& expected) {
-  const Engine& engine = *run.engine;
-  Comparison weights;
-  for (const auto& [name, values] : tensors_of(*run.device, engine, engine.weights())) {
-    const Parameter& row = engine.table()[engine.table().find(name)];
-    weights.add(name, values.data(), part_of(expected, row), row.local.elements());
-  }
-  weights.sum(expected, *engine.groups().world);
-  weights.expect_below(kBound, "weights");
-}
-
 void expect_initial_weights(LayoutRun& run, const std::map<std::string, std::vector<float>>& expected) {
   const Engine& engine = *run.engine;
   for (const auto& [name, values] : tensors_of(*run.device, engine, engine.weights())) {
@@ -348,6 +337,17 @@ void expect_result(const StepResult& got, const StepResult& expected) {
 
 }  // namespace
 
+void expect_state_after(Engine& engine, Device& device, const ReferenceRun& reference) {
+  engine.weights_wait();
+  Comparison weights;
+  for (const auto& [name, values] : tensors_of(device, engine, engine.weights())) {
+    const Parameter& row = engine.table()[engine.table().find(name)];
+    weights.add(name, values.data(), part_of(reference.weights, row), row.local.elements());
+  }
+  weights.sum(reference.weights, *engine.groups().world);
+  weights.expect_below(kBound, "weights");
+}
+
 void expect_equal_to(const ReferenceRun& reference, const Variant& variant, const Layout& layout) {
   LayoutRun run(variant, layout);
   expect_initial_weights(run, reference.initial_weights);
@@ -359,7 +359,7 @@ void expect_equal_to(const ReferenceRun& reference, const Variant& variant, cons
     run.engine->weights_wait();
     expect_replicas_equal(*run.engine);
   }
-  expect_weights(run, reference.weights);
+  expect_state_after(*run.engine, *run.device, reference);
 }
 
 }  // namespace optimus::test

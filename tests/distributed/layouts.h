@@ -60,6 +60,12 @@ struct LayoutRun {
 /// Trains as the reference did and compares everything. Collective.
 void expect_equal_to(const ReferenceRun& reference, const Variant& variant, const Layout& layout);
 
+/// Expects the weights to be those of the reference's end. Collective.
+void expect_state_after(Engine& engine, Device& device, const ReferenceRun& reference);
+
+/// Sequences [first, first + count) of a batch.
+HostBatch part_of(const HostBatch& whole, int64_t first, int64_t count);
+
 /// Expects the weights of all ranks that replicate a bucket to have the same bits. Collective.
 void expect_replicas_equal(Engine& engine);
 

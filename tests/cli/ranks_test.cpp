@@ -53,6 +53,17 @@ void write_tokens(const fs::path& path, int64_t tokens, int factor) {
 class RankedRun {
  public:
   explicit RankedRun(int64_t steps) {
+    // Open MPI refuses root and more ranks than cores, spins while it waits, and copies between processes by a system call
+    // that containers forbid.
+    for (const auto& [name, value] : {std::pair{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                                      {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+                                      {"OMPI_MCA_rmaps_base_oversubscribe", "1"},
+                                      {"OMPI_MCA_hwloc_base_binding_policy", "none"},
+                                      {"OMPI_MCA_mpi_yield_when_idle", "1"},
+                                      {"OMPI_MCA_btl_vader_single_copy_mechanism", "none"},
+                                      {"ASAN_OPTIONS", "detect_leaks=0"},
+                                      {"OMP_NUM_THREADS", "1"}})
+      setenv(name, value, 1);
     write_tokens(path() / "train.bin", 16 * 300 + 5, 5);
     write_tokens(path() / "valid.bin", 16 * 7, 3);
     testing::write_bytes(path() / "run.toml", fmt::format(fmt::runtime(kConfig), path().string(), steps));

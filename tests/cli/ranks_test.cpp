@@ -110,7 +110,8 @@ class RankedRun {
     std::vector<pid_t> found;
     for (pid_t pid : processes()) {
       std::error_code gone;
-      if (fs::read_symlink(fmt::format("/proc/{}/exe", pid), gone) == fs::canonical(OPTIMUS_BINARY)) found.push_back(pid);
+      if (fs::read_symlink(fmt::format("/proc/{}/exe", pid), gone) == fs::canonical(OPTIMUS_BINARY))
+        found.push_back(pid);
     }
     return found;
   }
@@ -145,8 +146,9 @@ TEST(Ranks, TrainAsOneDoes) {
   // What they wrote is a checkpoint like any other.
   const ProgramResult verified = run_program(OPTIMUS_BINARY, {"verify", four.dir().string()});
   EXPECT_EQ(verified.code, 0) << verified.err;
-  EXPECT_EQ(run_program(OPTIMUS_BINARY, {"eval", four.dir().string(), "--data", (four.path() / "valid.bin").string()}).code,
-            0);
+  EXPECT_EQ(
+      run_program(OPTIMUS_BINARY, {"eval", four.dir().string(), "--data", (four.path() / "valid.bin").string()}).code,
+      0);
 }
 
 TEST(Ranks, ASignalSavesAtOneStepAndAnotherLayoutGoesOn) {
@@ -186,7 +188,8 @@ TEST(Ranks, AKilledProcessEndsAllAndNothingIsLost) {
     const ProgramResult result = program.wait();
     EXPECT_NE(result.code, 0);
     EXPECT_LT(std::chrono::steady_clock::now() - killed, std::chrono::seconds(30));
-    for (int i = 0; i < 100 && !run.processes().empty(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    for (int i = 0; i < 100 && !run.processes().empty(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
     EXPECT_TRUE(run.processes().empty()) << "a process was left behind";
     EXPECT_TRUE(newest_valid(run.dir()).has_value());
   }
@@ -225,8 +228,10 @@ TEST(Ranks, BadInputIsOneErrorWithItsCode) {
            {2, {"model.moe.experts=3", "parallel.ep=2"}, 2, {"ep = 2", "experts = 3"}},
            {2, {"parallel.pp=2", "parallel.stage_layers=[1,2]"}, 2, {"stage_layers", "4 layers"}},
            {2, {"parallel.pp=2", "parallel.virtual_stages=2"}, 2, {"virtual_stages"}},
-           {2, {"parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "train.global_batch=6"},
-            2, {"interleaved"}},
+           {2,
+            {"parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "train.global_batch=6"},
+            2,
+            {"interleaved"}},
            {2, {"data.train=[\"/no/such/file\"]"}, 3, {"/no/such/file"}},
            {2, {"model.vocab=63"}, 3, {"train.bin"}},
            {2, {"optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=50"}, 4, {"not finite"}},

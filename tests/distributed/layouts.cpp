@@ -93,9 +93,7 @@ std::map<std::string, std::vector<float>> tensors_of(Device& device, const Engin
 constexpr double kBound = 1e-5;
 
 /// First element of the rank's part of a row in the whole tensor.
-int64_t global_begin(const Parameter& row) {
-  return row.boxes[0].begin[0] * (row.global.elements() / row.global[0]);
-}
+int64_t global_begin(const Parameter& row) { return row.boxes[0].begin[0] * (row.global.elements() / row.global[0]); }
 
 /// Sums of squares by parameter, over all ranks.
 struct Comparison {
@@ -139,7 +137,8 @@ const std::vector<Variant>& variants() {
       {"TiedModelBalance",
        {"model.tie_embeddings=true", "model.moe.balance_scope=model", "model.moe.shared_experts=1",
         "model.norm_position=post", "optimizer.clip_norm=0.5"},
-       5, "[5,3]"},
+       5,
+       "[5,3]"},
       {"GlobalBalance", {"model.moe.balance_unit=global", "model.moe.balance_scope=model", "optimizer.decay=matrices"}},
       {"AllTokensToOneRank", {"memory.moe_rows=1.0"}, 1},
       {"Dense", {"model.moe.first_dense_layers=8", "model.tie_embeddings=true"}, 5, "[3,5]"},
@@ -156,22 +155,17 @@ const Variant& variant_named(const std::string& name) {
 // ---- layouts ----
 
 std::vector<std::string> Layout::choices() const {
-  return {fmt::format("pp={} ep={} dp={}", pp, ep, dp),
-          "dispatcher=" + dispatcher,
-          "sharding=" + sharding,
-          fmt::format("schedule={} {}", schedule, virtual_stages),
-          "unit=" + unit};
+  return {fmt::format("pp={} ep={} dp={}", pp, ep, dp), "dispatcher=" + dispatcher, "sharding=" + sharding,
+          fmt::format("schedule={} {}", schedule, virtual_stages), "unit=" + unit};
 }
 
 std::string Layout::text() const { return fmt::format("{}", fmt::join(choices(), ", ")); }
 
 std::vector<std::string> Layout::overrides(const Variant& variant) const {
-  std::vector<std::string> out{fmt::format("parallel.pp={}", pp),
-                               fmt::format("parallel.ep={}", ep),
-                               "parallel.dispatcher=" + dispatcher,
-                               "optimizer.sharding=" + sharding,
-                               "parallel.schedule=" + schedule,
-                               fmt::format("parallel.virtual_stages={}", virtual_stages)};
+  std::vector<std::string> out{
+      fmt::format("parallel.pp={}", pp),   fmt::format("parallel.ep={}", ep),
+      "parallel.dispatcher=" + dispatcher, "optimizer.sharding=" + sharding,
+      "parallel.schedule=" + schedule,     fmt::format("parallel.virtual_stages={}", virtual_stages)};
   if (unit != "global") out.push_back("model.moe.balance_unit=" + unit);
   if (pp == 2 && virtual_stages == 1 && *variant.two_stages)
     out.push_back(fmt::format("parallel.stage_layers={}", variant.two_stages));
@@ -192,7 +186,8 @@ std::vector<Layout> layouts_for(const Variant& variant, int ranks) {
               const bool interleaved = std::string(schedule) == "interleaved";
               const int dp = ranks / pp, micro_batches = 8 / dp;
               if (interleaved && (pp == 1 || pp == 8 || micro_batches % pp != 0)) continue;
-              all.push_back({pp, ep, dp, dispatcher, sharding, schedule, interleaved ? 2 : 1, global ? "global" : unit});
+              all.push_back(
+                  {pp, ep, dp, dispatcher, sharding, schedule, interleaved ? 2 : 1, global ? "global" : unit});
             }
   return all;
 }
@@ -230,7 +225,8 @@ const ReferenceRun& reference_of(const Variant& variant, const std::string& unit
   const std::string key = std::string(variant.name) + unit;
   if (const auto found = runs.find(key); found != runs.end()) return found->second;
   ReferenceRun& run = runs[key];
-  const RunConfig config = config_for(variant, Layout{1, 1, 1, "auto", "ep_aware", "1f1b", 1, unit}.overrides(variant), 1);
+  const RunConfig config =
+      config_for(variant, Layout{1, 1, 1, "auto", "ep_aware", "1f1b", 1, unit}.overrides(variant), 1);
   const auto device = make_cpu_device();
   const EnginePlan plan = plan_engine(config, EngineUse::train);
   Engine engine(config, EngineUse::train, *device, std::make_unique<GapOps>(run.smallest_gap),
@@ -275,8 +271,7 @@ HostBatch LayoutRun::batch(int64_t step) const {
 
 void expect_replicas_equal(Engine& engine) {
   for (const Bucket& bucket : engine.table().buckets()) {
-    Communicator& group =
-        bucket.cls == ParameterClass::expert ? *engine.groups().edp : *engine.groups().dp;
+    Communicator& group = bucket.cls == ParameterClass::expert ? *engine.groups().edp : *engine.groups().dp;
     const Tensor mine = engine.weights().slice(bucket.begin, bucket.count);
     std::vector<std::byte> all(size_t(mine.bytes() * group.size()));
     group.all_gather(mine, Tensor(all.data(), mine.dtype, {mine.elements() * group.size()}));
@@ -289,7 +284,8 @@ void expect_replicas_equal(Engine& engine) {
   const Tensor mine = engine.table().view(engine.weights(), engine.table().find("embedding.weight"));
   std::vector<std::byte> all(size_t(mine.bytes() * 2));
   engine.groups().embedding->all_gather(mine, Tensor(all.data(), mine.dtype, {mine.elements() * 2}));
-  EXPECT_EQ(std::memcmp(all.data(), all.data() + mine.bytes(), size_t(mine.bytes())), 0) << "the tied embedding differs";
+  EXPECT_EQ(std::memcmp(all.data(), all.data() + mine.bytes(), size_t(mine.bytes())), 0)
+      << "the tied embedding differs";
 }
 
 namespace {

@@ -175,8 +175,8 @@ TEST(Evaluation, IsTheSameInEveryLayout) {
     testing::write_bytes(folder / "valid.bin", bytes);
   }
   processes().barrier();
-  const std::vector<std::string> data{
-      fmt::format("data.valid=[\"{}\"]", (folder / "valid.bin").string()), "data.format=raw_u16"};
+  const std::vector<std::string> data{fmt::format("data.valid=[\"{}\"]", (folder / "valid.bin").string()),
+                                      "data.format=raw_u16"};
   std::optional<double> expected;
   for (const Layout& layout : different_layouts()) {
     SCOPED_TRACE(layout.text());

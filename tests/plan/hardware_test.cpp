@@ -1,7 +1,7 @@
 // Descriptions of hardware: what is accepted, what is refused, and the ones that come with the project.
-#include <gtest/gtest.h>
-
 #include <cstdlib>
+
+#include <gtest/gtest.h>
 
 #include "optimus/base/error.h"
 #include "optimus/base/file.h"
@@ -50,7 +50,8 @@ TEST(Hardware, EveryShippedRateHasASource) {
 TEST(Hardware, UnknownMissingAndUnexplainedRatesAreRefused) {
   const std::string good = shipped("h200");
   EXPECT_EQ(refusal(good), "");
-  EXPECT_NE(refusal(good + "\nmatmull = { value = 1, source = \"x\" }").find("did you mean matmul?"), std::string::npos);
+  EXPECT_NE(refusal(good + "\nmatmull = { value = 1, source = \"x\" }").find("did you mean matmul?"),
+            std::string::npos);
   const auto edited = [&](const std::string& from, const std::string& to) {
     std::string text = good;
     const size_t at = text.find(from);

@@ -121,6 +121,15 @@ TEST(Links, ARingSharesItsNodesPorts) {
   EXPECT_NEAR(links.seconds({"dp", "all_reduce", 2 * bytes}), 2 * bytes / hardware.node_bandwidth.value, 1e-6);
 }
 
+TEST(Links, ExpertGroupsAcrossNodesAreFound) {
+  const Hardware aurora = hardware_named("aurora");
+  EXPECT_EQ(Links(aurora, make_mesh_shape(48, 1, 6), 0).position("ep").nodes, 1);
+  EXPECT_EQ(Links(aurora, make_mesh_shape(48, 1, 8), 0).position("ep").nodes, 2);
+  EXPECT_EQ(Links(aurora, make_mesh_shape(48, 1, 24), 0).position("ep").nodes, 2);
+  EXPECT_EQ(Links(aurora, make_mesh_shape(20, 2, 10), 0).position("ep").nodes, 1);   // 0..9
+  EXPECT_EQ(Links(aurora, make_mesh_shape(20, 2, 10), 10).position("ep").nodes, 2);  // 10..19
+}
+
 TEST(Links, LatencyOfLargeGroupsGrowsWithTheLogarithm) {
   const Hardware hardware = hardware_named("aurora");
   const Links small(hardware, make_mesh_shape(12 * 16, 1, 12), 0), large(hardware, make_mesh_shape(12 * 256, 1, 12), 0);

@@ -89,6 +89,21 @@ TEST(Work, EpAwareShardingSavesUpdateWork) {
   }
 }
 
+TEST(Work, OnlyReductionsInBackwardAndGathersCanBeHidden) {
+  for (const PublishedRun& run : kPublished) {
+    const RankWork aware = step_work(published_config(run, "ep_aware"))[0];
+    const RankWork plain = step_work(published_config(run, "dp"))[0];
+    const RankWork none = step_work(published_config(run, "none"))[0];
+    // What is reduced is gathered, bytes for bytes.
+    EXPECT_DOUBLE_EQ(bytes_of(aware.gathers), bytes_of(aware.reductions));
+    EXPECT_TRUE(aware.reduce.messages.empty());
+    // SO sums over ep when all backwards are done; without sharding gradients are gathered, not weights.
+    EXPECT_GT(bytes_of(plain.reduce.messages), 0);
+    EXPECT_TRUE(none.gathers.empty());
+    EXPECT_DOUBLE_EQ(bytes_of(none.reduce.messages), bytes_of(none.reductions));
+  }
+}
+
 TEST(Work, DispatchersMoveWhatTheyShould) {
   const PublishedRun& run = kPublished[0];
   for (const char* dispatcher : {"allgather", "alltoall"}) {
@@ -97,7 +112,8 @@ TEST(Work, DispatchersMoveWhatTheyShould) {
     for (const Communication& entry : communication_of(config, step_work(config)))
       if (entry.group == "ep") sent += entry.bytes;
     // Hidden, forward and backward there and back, 32 layers of 2048 tokens, bf16: to 11 ranks, or to half of them.
-    const double copies = dispatcher == std::string("allgather") ? 11 : 11 * destination_share(*config.model.moe, config.mesh.ep);
+    const double copies =
+        dispatcher == std::string("allgather") ? 11 : 11 * destination_share(*config.model.moe, config.mesh.ep);
     const double hidden = copies * 4 * 32 * 2048.0 * 2048 * 2;
     EXPECT_GE(sent, 0.999 * hidden) << dispatcher;
     EXPECT_LE(sent, 1.02 * hidden) << dispatcher;  // gates and ids

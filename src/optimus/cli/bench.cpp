@@ -91,11 +91,10 @@ struct Bench {
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
-      loader.emplace(
-          config.data,
-          BatchPart{config.model.sequence, config.model.vocab, config.train.global_batch, first_sequence,
-                    config.local_batch()},
-          config.train.seed);
+      loader.emplace(config.data,
+                     BatchPart{config.model.sequence, config.model.vocab, config.train.global_batch, first_sequence,
+                               config.local_batch()},
+                     config.train.seed);
   }
 
   double step(int64_t number) {
@@ -135,8 +134,9 @@ class ActionTimes {
  private:
   void begin(const Action* action) {
     const auto now = Clock::now();
-    if (last_) seconds_[fmt::format("{} {}", int(last_->kind), last_->chunk)].push_back(
-        std::chrono::duration<double>(now - last_time_).count());
+    if (last_)
+      seconds_[fmt::format("{} {}", int(last_->kind), last_->chunk)].push_back(
+          std::chrono::duration<double>(now - last_time_).count());
     if (!last_ && action) first_time_ = now;
     if (!action) schedule_.push_back(std::chrono::duration<double>(now - first_time_).count());
     last_time_ = now;
@@ -168,10 +168,10 @@ Bubbles bubbles_of(const Engine& engine, const std::vector<std::string>& texts) 
       const auto kind = ActionKind(std::stoi(key.substr(0, space)));
       StageCost& cost = costs[size_t(schedule.stage(pp, std::stoi(key.substr(space))))];
       const auto seconds = values.get<std::vector<double>>();
-      double* part = kind == ActionKind::forward                                             ? &cost.forward
+      double* part = kind == ActionKind::forward                                          ? &cost.forward
                      : kind == ActionKind::backward || kind == ActionKind::backward_input ? &cost.backward_input
-                     : kind == ActionKind::backward_weight                                  ? &cost.backward_weight
-                                                                                            : nullptr;
+                     : kind == ActionKind::backward_weight                                ? &cost.backward_weight
+                                                                                          : nullptr;
       if (!part) continue;
       *part = median(seconds);
       for (double value : seconds) busy += value;

@@ -28,8 +28,9 @@ nlohmann::ordered_json describe_checkpoint(const fs::path& path) {
 }
 
 nlohmann::ordered_json describe_configuration(const std::string& path) {
-  return {
-      {"kind", "configuration"}, {"path", path}, {"config", section_to_json(load_config(path, {}, ConfigUse::shape, 0))}};
+  return {{"kind", "configuration"},
+          {"path", path},
+          {"config", section_to_json(load_config(path, {}, ConfigUse::shape, 0))}};
 }
 
 }  // namespace

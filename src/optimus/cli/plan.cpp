@@ -1,8 +1,10 @@
-// optimus plan CONFIG.toml [--set ...] [--json]: what a run needs, found by running its step dry.
+// optimus plan CONFIG.toml [--ranks N] [--hardware NAME] [--search] [--set ...] [--json]: what a run needs, how its
+// ranks share the work and how long a step would take, found by running its step dry.
 #include <CLI/CLI.hpp>
 
+#include "optimus/base/file.h"
 #include "optimus/cli/commands.h"
-#include "optimus/train/engine.h"
+#include "optimus/plan/report.h"
 
 namespace optimus {
 namespace {
@@ -10,62 +12,58 @@ namespace {
 struct PlanOptions {
   std::string config;
   std::vector<std::string> overrides;
+  int64_t ranks = 0;
+  std::string hardware;
+  bool search = false;
   bool json = false;
 };
 
-struct ParameterCounts {
-  int64_t total, active, expert, replicated;
-};
+/// Whether file or overrides choose the compute type.
+bool chooses_compute(const PlanOptions& options) {
+  for (const std::string& override_ : options.overrides)
+    if (override_.starts_with("precision.compute=")) return true;
+  const toml::table table = toml::parse(read_text(options.config));
+  return bool(table["precision"]["compute"]);
+}
 
-ParameterCounts count_parameters(const ModelConfig& model) {
-  ParameterTable table;
-  const Stage assembled(model, Placement::whole(model), 1, table);
-  const int64_t expert = table.count(ParameterClass::expert), total = table.count();
-  const int64_t active_expert = model.moe ? expert / model.moe->experts * model.moe->top_k : 0;
-  return {total, total - expert + active_expert, expert, total - expert};
+/// A GPU's default is bf16; the configuration resolves what it leaves open for this machine.
+RunConfig plan_config(PlanOptions options) {
+  const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape, options.ranks);
+  if (options.hardware.empty() || chooses_compute(options)) return config;
+  options.overrides.emplace_back("precision.compute=bf16");
+  return load_config(options.config, options.overrides, ConfigUse::shape, options.ranks);
+}
+
+void print(const std::string& text, const nlohmann::ordered_json& json, bool as_json) {
+  fmt::print("{}", as_json ? json.dump() + "\n" : text);
 }
 
 void plan(const PlanOptions& options) {
-  const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape);
-  const ParameterCounts parameters = count_parameters(config.model);
-  const EnginePlan plan = plan_engine(config, EngineUse::train);
-  const int64_t capacity = make_cpu_device()->capacity();
-  const bool fits = plan.memory.total() <= capacity;
-
-  if (options.json) {
-    nlohmann::ordered_json segments(plan.segments);
-    fmt::print(
-        "{}\n",
-        nlohmann::ordered_json{
-            {"fits", fits},
-            {"parameters",
-             {{"total", parameters.total},
-              {"active", parameters.active},
-              {"expert", parameters.expert},
-              {"replicated", parameters.replicated}}},
-            {"memory", {{"total_bytes", plan.memory.total()}, {"device_bytes", capacity}, {"segments", segments}}},
-            {"flops_per_token", flops_per_token(config.model)},
-            {"step_flops", plan.step_flops}}
-            .dump());
+  std::optional<Hardware> hardware;
+  if (!options.hardware.empty()) hardware = load_hardware(options.hardware);
+  const RunConfig config = plan_config(options);
+  if (!options.search) {
+    const bool layout = options.ranks > 0 || config.mesh.world() > 1;
+    const PlanReport report = make_report(config, hardware);
+    print(to_text(report, layout), to_json(report, layout), options.json);
     return;
   }
-  fmt::print("parameters        {:>18}\n  active a token  {:>18}\n  experts         {:>18}\n  replicated      {:>18}\n",
-             parameters.total, parameters.active, parameters.expert, parameters.replicated);
-  fmt::print("training FLOP     {:>18.4e} a token (causal attention counts half the square)\n",
-             flops_per_token(config.model));
-  fmt::print("global batch      {:>18} tokens in {} micro-batches\n\nmemory, one rank:\n", config.tokens_per_step(),
-             config.micro_batches());
-  for (const auto& [name, bytes] : plan.segments) fmt::print("  {:<24} {:>12.3f} MiB\n", name, double(bytes) / 0x1p20);
-  fmt::print("  {:<24} {:>12.3f} MiB: {} this machine's {:.1f} GiB\n", "total", double(plan.memory.total()) / 0x1p20,
-             fits ? "fits into" : "exceeds", double(capacity) / 0x1p30);
+  require(hardware && options.ranks > 0, ErrorKind::kUsage,
+          "--search needs --ranks and --hardware: how many devices there are, and what they can do");
+  const SearchResult result = search_layouts(config, *hardware);
+  print(to_text(result, *hardware), to_json(result), options.json);
 }
 
 }  // namespace
 
 void add_plan(CLI::App& program) {
   const auto options = std::make_shared<PlanOptions>();
-  CLI::App* command = program.add_subcommand("plan", "Memory, parameters and FLOPs of a run, before it starts");
+  CLI::App* command = program.add_subcommand("plan", "Memory, communication and time of a run, before it starts");
   command->add_option("CONFIG", options->config, "Configuration in TOML")->required();
+  command->add_option("--ranks", options->ranks, "Ranks of the run (default: the fewest that its layout needs)")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--hardware", options->hardware, "Predict times: aurora, h200 or a description in TOML");
+  command->add_flag("--search", options->search, "Rank the layouts that fit by predicted step time");
   command->add_option("--set", options->overrides, "Override a key: section.key=value")->allow_extra_args(false);
   command->add_flag("--json", options->json, "One line of JSON");
   command->callback([options] { plan(*options); });

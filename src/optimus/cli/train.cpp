@@ -15,11 +15,12 @@ static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may only 
 
 int train(const std::string& path, const std::vector<std::string>& overrides, Processes& processes) {
   const RunConfig config = load_config(path, overrides, ConfigUse::train, processes.size());
-  processes.barrier();  // nobody changes the run's folder before all have read their configuration
+  processes.barrier();            // nobody changes the run's folder before all have read their configuration
   std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that goes away does not end the run
-  for (int signal : {SIGTERM, SIGINT}) {
+  // Batch systems announce the end of a job's time by SIGUSR1, and mpirun forwards it to all ranks at once, unlike SIGTERM.
+  for (int signal : {SIGTERM, SIGINT, SIGUSR1}) {
     struct sigaction action {};
-    action.sa_handler = [](int number) { stop_signal = number; };
+    action.sa_handler = [](int number) { stop_signal = number == SIGUSR1 ? SIGTERM : number; };
     action.sa_flags = SA_RESTART;  // the save that the signal asks for must not fail because of it
     sigaction(signal, &action, nullptr);
   }

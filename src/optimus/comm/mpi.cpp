@@ -109,11 +109,12 @@ class Exchange final : public Transfer {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
+  /// Sends wait for their receivers whatever their size, so that a deadlock shows with the smallest message.
   void send(const std::byte* data, int64_t bytes, int to, int tag) {
     for (int64_t at = 0; at < bytes; at += kLargestMessage) {
       const int count = int(std::min(kLargestMessage, bytes - at));
       Message& message = messages_.emplace_back();
-      OPTIMUS_MPI(*group_, operation_, MPI_Isend(data + at, count, MPI_BYTE, to, tag, group_->comm, &message.request));
+      OPTIMUS_MPI(*group_, operation_, MPI_Issend(data + at, count, MPI_BYTE, to, tag, group_->comm, &message.request));
     }
   }
   void receive(std::byte* data, int64_t bytes, int from, int tag) {

@@ -18,8 +18,8 @@ struct ParameterBuffers {
   Tensor gradient(ParameterId id) const { return table->view(gradients, id); }
 };
 
-/// What the sharded optimizer wants to know of a step's course, to overlap its communication with it. Layers are the
-/// parameter table's: -1 embedding, `layers` final norm and head.
+/// What communication wants to know of a step's course, to overlap with it. Layers are the parameter table's: -1
+/// embedding, `layers` final norm and head.
 class LayerEvents {
  public:
   virtual ~LayerEvents() = default;
@@ -27,6 +27,8 @@ class LayerEvents {
   virtual void weights_needed(int64_t layer) = 0;
   /// The layer's gradients have their last contribution of the step.
   virtual void gradients_ready(int64_t layer) = 0;
+  /// A layer is done: transports that advance only when called get their turn.
+  virtual void between_layers() = 0;
 };
 
 struct Context {
@@ -41,6 +43,7 @@ struct Context {
   Write write;  ///< gradients of this micro-batch overwrite (the first) or accumulate
   bool last_micro_batch = true;
   LayerEvents* events = nullptr;
+  bool further_waves = true;  ///< a dry step takes the waves that only unbalanced experts need, too
 
   Tensor weight(ParameterId id) const { return id < 0 ? Tensor{} : parameters.weight(id); }
   Tensor gradient(ParameterId id) const { return id < 0 ? Tensor{} : parameters.gradient(id); }
@@ -58,6 +61,9 @@ struct Context {
 
   void weights_needed(int64_t layer) const {
     if (events) events->weights_needed(layer);
+  }
+  void between_layers() const {
+    if (events) events->between_layers();
   }
   void gradients_ready(int64_t layer) const {
     if (events && last_micro_batch) events->gradients_ready(layer);

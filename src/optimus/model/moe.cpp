@@ -146,7 +146,8 @@ void MoeLayer::experts_forward(Context& c, Tensor addend_TD, Tensor y_TD, MoeSav
       addend = part_ND;
       if (&arena == &c.saved) saved.tokens = tokens, saved.route = rows, saved.h_R2F = h_R2F;
     }
-    if (!c.dispatcher.local()) c.dispatcher.combine(c, saved.dispatch, wave, part_ND, wave == 0 ? addend_TD : y_TD, y_TD);
+    if (!c.dispatcher.local())
+      c.dispatcher.combine(c, saved.dispatch, wave, part_ND, wave == 0 ? addend_TD : y_TD, y_TD);
   }
 }
 

@@ -102,8 +102,7 @@ void Stage::begin(Context& c, const MicroBatch& batch, StageSaved& saved) const 
   const int64_t U = balance_ ? balance_->units(batch) : 0, E = balance_ ? config_.moe->experts : 0;
   const auto boundary = [&](int64_t balance_rows) {
     Boundary made{c.save(c.dtype, stream, "residual"), {}};
-    if (balance_crosses)
-      made.balance = c.save(DType::f32, balance_rows == 2 ? Shape{2, U, E} : Shape{U, E}, "router");
+    if (balance_crosses) made.balance = c.save(DType::f32, balance_rows == 2 ? Shape{2, U, E} : Shape{U, E}, "router");
     return made;
   };
   if (!embedding_) saved.input = boundary(2);
@@ -135,6 +134,7 @@ void Stage::forward(Context& c, const MicroBatch& batch, const LossTerms& terms,
     const Tensor middle_TD = c.save(c.dtype, stream, "residual");
     const Tensor y_TD = i + 1 == blocks_.size() ? saved.output.x_TD : c.save(c.dtype, stream, "residual");
     blocks_[i].forward(c, batch, balance(), saved.balance, terms.sums, x_TD, middle_TD, y_TD, saved.blocks[i], nullptr);
+    c.between_layers();
     x_TD = y_TD;
   }
   if (balance_) {
@@ -173,6 +173,7 @@ void Stage::backward(Context& c, const MicroBatch& batch, const LossScales& scal
   for (size_t i = blocks_.size(); i-- > 0;) {
     blocks_[i].backward(c, batch, balance(), saved.balance, scales, dx_TD, dmiddle_TD, dx_TD, saved.blocks[i]);
     c.gradients_ready(layer(i));
+    c.between_layers();
   }
   embedding_backward(c, batch, dx_TD);
 }
@@ -187,6 +188,7 @@ void Stage::backward_input(Context& c, const MicroBatch& batch, const LossScales
     dx_TD = c.defer(c.dtype, dy_TD.shape);
     blocks_[i].backward_input(c, batch, balance(), saved.balance, scales, dy_TD, dmiddle_TD, dx_TD, saved.blocks[i],
                               saved.deferred[i]);
+    c.between_layers();
   }
 }
 
@@ -194,6 +196,7 @@ void Stage::backward_weight(Context& c, const MicroBatch& batch, StageSaved& sav
   for (size_t i = blocks_.size(); i-- > 0;) {
     blocks_[i].backward_weight(c, saved.blocks[i], saved.deferred[i]);
     c.gradients_ready(layer(i));
+    c.between_layers();
   }
   embedding_backward(c, batch, saved.input_gradient.x_TD);
 }

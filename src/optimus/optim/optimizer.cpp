@@ -74,17 +74,20 @@ void Optimizer::reset() {
 void Optimizer::gradients_ready(int64_t layer) {
   for (Shard& shard : shards_)
     if (shard.bucket.layer == layer) start_reduction(shard);
-  for (Shard* shard : in_flight_)
-    if (shard && shard->reducing) shard->reducing->progress();
+}
+
+void Optimizer::progress() {
+  for (Shard& shard : shards_)
+    for (Pending* transfer : {&shard.reducing, &shard.gathering})
+      if (*transfer) (*transfer)->progress();
 }
 
 void Optimizer::start_reduction(Shard& shard) {
   if (!shard.reduce || shard.reduce->size() == 1) return;
   if (Shard* before = in_flight_[next_]) finish(before->reducing);
   in_flight_[next_] = &shard;
-  shard.reducing = shard.reduce->start_reduce_scatter(gradients(all_of(shard.bucket)),
-                                                      gradients(piece_of(shard.bucket, *shard.reduce)),
-                                                      scratch(next_, shard.bucket));
+  shard.reducing = shard.reduce->start_reduce_scatter(
+      gradients(all_of(shard.bucket)), gradients(piece_of(shard.bucket, *shard.reduce)), scratch(next_, shard.bucket));
   next_ = (next_ + 1) % kInFlight;
 }
 
@@ -142,10 +145,8 @@ void Optimizer::start_gather(Shard& shard) {
 }
 
 void Optimizer::weights_needed(int64_t layer) {
-  for (Shard& shard : shards_) {
+  for (Shard& shard : shards_)
     if (shard.bucket.layer == layer) finish(shard.gathering);
-    else if (shard.gathering) shard.gathering->progress();
-  }
 }
 
 void Optimizer::finish_weights() {

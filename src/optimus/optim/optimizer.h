@@ -39,7 +39,7 @@ struct FlatState {
   std::vector<FlatRange> held, owned;
 };
 
-class Optimizer final : public LayerEvents {
+class Optimizer {
  public:
   /// Allocates the state from `persistent`; parameters and groups must outlive the optimizer.
   /// tied_embeddings: the embedding's weight is the head's, too; on two stages its gradients are summed.
@@ -49,9 +49,11 @@ class Optimizer final : public LayerEvents {
   /// Moments to zero; the master weights are the caller's to fill.
   void reset();
 
-  // During a step.
-  void weights_needed(int64_t layer) override;
-  void gradients_ready(int64_t layer) override;
+  // During a step; see LayerEvents.
+  void weights_needed(int64_t layer);
+  void gradients_ready(int64_t layer);
+  /// Lets transfers under way advance; for transports that do so only when called.
+  void progress();
   /// After the last backward: all reductions are done.
   void finish_gradients();
   /// Adds the squares of the gradients that the rank owns (f64 [1]).

@@ -75,7 +75,7 @@ class AlltoallDispatcher final : public TokenDispatcher {
     c.ops.route_to_ranks(ids_TK, experts_per_rank_, plan.send);
     exchange_counts_wait(c, T, plan);
     if (device_.dry()) {
-      plan.waves = one_wave(T) ? 1 : 2;  // a second one stands for all further
+      plan.waves = one_wave(T) || !c.further_waves ? 1 : 2;  // a second one stands for all further
       return;
     }
     plan.waves = 1;
@@ -96,9 +96,10 @@ class AlltoallDispatcher final : public TokenDispatcher {
     c.ops.gather_rows(x_TC, plan.send, rows);
     const std::vector<int64_t> counts = send_rows(plan, wave);
     const Tensor packed = plan.waves == 1 ? rows : c.temporary(x_TC.dtype, rows.shape);
-    if (plan.waves > 1) for_each_piece(plan, wave, [&](int64_t at, int64_t from, int64_t count) {
-      c.ops.copy(rows.slice(from, count), packed.slice(at, count));
-    });
+    if (plan.waves > 1)
+      for_each_piece(plan, wave, [&](int64_t at, int64_t from, int64_t count) {
+        c.ops.copy(rows.slice(from, count), packed.slice(at, count));
+      });
     ep_.start_all_to_all(packed, counts, out_NC, receive_rows(plan, wave))->wait();
     return out_NC;
   }
@@ -204,8 +205,7 @@ std::unique_ptr<TokenDispatcher> make_alltoall_dispatcher(Communicator& ep, Devi
 double destination_share(const MoeConfig& moe, int64_t ep) {
   const int64_t elsewhere = moe.experts - moe.experts / ep;
   double none = 1;  // that no chosen expert is on a given rank
-  for (int64_t k = 0; k < moe.top_k; ++k)
-    none *= std::max(0.0, double(elsewhere - k)) / double(moe.experts - k);
+  for (int64_t k = 0; k < moe.top_k; ++k) none *= std::max(0.0, double(elsewhere - k)) / double(moe.experts - k);
   return 1 - none;
 }
 

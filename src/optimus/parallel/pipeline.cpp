@@ -1,7 +1,5 @@
 #include "optimus/parallel/pipeline.h"
 
-#include <numeric>
-
 namespace optimus {
 
 Pipeline::Pipeline(const Schedule& schedule, std::vector<Stage> stages, Communicator& pp, Device& device,
@@ -9,9 +7,11 @@ Pipeline::Pipeline(const Schedule& schedule, std::vector<Stage> stages, Communic
     : schedule_(schedule), stages_(std::move(stages)), pp_(pp) {
   const std::string wrong = check(schedule);
   expects(wrong.empty(), "schedule {}: {}", schedule.name, wrong);
-  const std::vector<int> needed = slots_needed(schedule, pp.rank());
-  slots_.resize(size_t(std::accumulate(needed.begin(), needed.end(), 0)));
-  for (InFlight& slot : slots_) slot.arena = std::make_unique<Arena>(device, "saved", slot_capacity);
+  slots_.resize(size_t(slots_needed(schedule)[size_t(pp.rank())]));
+  for (InFlight& slot : slots_) {
+    slot.arena = std::make_unique<Arena>(device, "saved", slot_capacity);
+    free_.push_back(&slot);
+  }
 }
 
 // ---- slots ----
@@ -25,21 +25,28 @@ Pipeline::InFlight& Pipeline::slot_of(const Action& action) {
 }
 
 Pipeline::InFlight& Pipeline::begin(const Action& action, const MakeContext& context, const MicroBatch& batch) {
-  for (InFlight& slot : slots_) {
-    if (slot.chunk >= 0) continue;
-    slot.chunk = action.chunk;
-    slot.micro_batch = action.micro_batch;
-    for (Pending& pending : slot.sends) finish(pending);
-    slot.arena->reset();
-    Context c = context(*slot.arena, nullptr, action.micro_batch);
-    stages_[size_t(action.chunk)].begin(c, batch, slot.saved);
-    return slot;
-  }
-  expects(false, "schedule {}: more micro-batches in flight than its {} slots", schedule_.name, slots_.size());
-  return slots_.front();
+  expects(!free_.empty(), "schedule {}: more micro-batches in flight than its {} slots", schedule_.name, slots_.size());
+  InFlight& slot = *free_.front();
+  free_.pop_front();
+  for (Pending& pending : slot.sends) finish(pending);
+  slot.chunk = action.chunk;
+  slot.micro_batch = action.micro_batch;
+  slot.arena->reset();
+  Context c = context(*slot.arena, nullptr, action.micro_batch);
+  stages_[size_t(action.chunk)].begin(c, batch, slot.saved);
+  return slot;
 }
 
-void Pipeline::release(InFlight& slot) { slot.chunk = slot.micro_batch = -1; }
+void Pipeline::release(InFlight& slot) {
+  slot.chunk = slot.micro_batch = -1;
+  free_.push_back(&slot);
+}
+
+void Pipeline::progress() {
+  for (InFlight& slot : slots_)
+    for (Pending& pending : slot.sends)
+      if (pending) pending->progress();
+}
 
 int64_t Pipeline::slot_peak() const { return largest_slot().peak(); }
 
@@ -67,8 +74,7 @@ void Pipeline::receive(const Boundary& boundary, int stage, int from_stage, int 
   const int from = from_stage % schedule_.pp;
   expects(stage != from_stage, "a stage does not receive from itself");
   pp_.start_receive(boundary.x_TD, from, tag(from_stage, micro_batch, backward, false))->wait();
-  if (boundary.balance)
-    pp_.start_receive(boundary.balance, from, tag(from_stage, micro_batch, backward, true))->wait();
+  if (boundary.balance) pp_.start_receive(boundary.balance, from, tag(from_stage, micro_batch, backward, true))->wait();
 }
 
 // ---- the executor ----
@@ -80,9 +86,7 @@ void Pipeline::run(const MakeContext& context, const MicroBatchOf& batch, const 
     const Stage& stage = stages_[size_t(action.chunk)];
     const int number = stage_of(action.chunk), m = action.micro_batch;
     const MicroBatch part = batch(m);
-    const auto context_of = [&](InFlight& slot) {
-      return context(*slot.arena, split ? slot.arena.get() : nullptr, m);
-    };
+    const auto context_of = [&](InFlight& slot) { return context(*slot.arena, split ? slot.arena.get() : nullptr, m); };
     switch (action.kind) {
       case ActionKind::receive_forward:
         receive(begin(action, context, part).saved.input, number, number - 1, m, false);

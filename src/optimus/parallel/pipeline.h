@@ -1,5 +1,6 @@
 // The executor of pipeline schedules: runs a rank's list of actions over its stages. What a micro-batch in flight keeps
-// lies in an arena of its own (a slot), so memory is the schedule's number of slots times the largest.
+// lies in an arena of its own (a slot), so memory is the schedule's number of slots times the largest. Slots are used in
+// turn, each only when the gradient that was sent from it has been received; see slots_needed().
 #pragma once
 
 #include <deque>
@@ -28,6 +29,9 @@ class Pipeline {
 
   /// Forward and backward of all micro-batches.
   void run(const MakeContext& context, const MicroBatchOf& batch, const LossTerms& terms);
+  /// Lets messages under way advance; for transports that do so only when called.
+  void progress();
+
   /// One batch through all stages, forward only; logits of the last stage go to `sink`.
   void infer(const MakeContext& context, const MicroBatch& batch, const LossTerms& terms, const LogitsSink& sink,
              std::vector<KvCache>* caches = nullptr);
@@ -57,6 +61,7 @@ class Pipeline {
   std::vector<Stage> stages_;
   Communicator& pp_;
   std::vector<InFlight> slots_;
+  std::deque<InFlight*> free_;  ///< in the order in which they were given back
 };
 
 }  // namespace optimus

@@ -41,14 +41,16 @@ void check_layout(const ModelConfig& model, const ParallelConfig& parallel, cons
   const int64_t stages = parallel.pp * parallel.virtual_stages;
   require(parallel.virtual_stages >= 1, kUsage, "{}: parallel.virtual_stages = {} must be at least 1", name,
           parallel.virtual_stages);
-  require(stages <= model.layers, kUsage,
-          "{}: parallel.pp = {} times virtual_stages = {} makes {} stages, but the model has {} layers; the most is pp * "
-          "virtual_stages = {}",
-          name, parallel.pp, parallel.virtual_stages, stages, model.layers, model.layers);
+  require(
+      stages <= model.layers, kUsage,
+      "{}: parallel.pp = {} times virtual_stages = {} makes {} stages, but the model has {} layers; the most is pp * "
+      "virtual_stages = {}",
+      name, parallel.pp, parallel.virtual_stages, stages, model.layers, model.layers);
   const std::vector<int64_t>& given = parallel.stage_layers;
   if (!given.empty()) {
     require(int64_t(given.size()) == stages, kUsage,
-            "{}: parallel.stage_layers has {} numbers; pp * virtual_stages = {} are needed", name, given.size(), stages);
+            "{}: parallel.stage_layers has {} numbers; pp * virtual_stages = {} are needed", name, given.size(),
+            stages);
     int64_t sum = 0;
     for (int64_t layers : given) {
       require(layers >= 1 && layers <= model.layers, kUsage, "{}: parallel.stage_layers: a stage of {} layers", name,
@@ -62,8 +64,9 @@ void check_layout(const ModelConfig& model, const ParallelConfig& parallel, cons
   require(model.moe_layers() > 0, kUsage, "{}: parallel.ep = {} needs a model with experts; this one has none", name,
           shape.ep);
   const int64_t experts = model.moe->experts;
-  require(experts % shape.ep == 0, kUsage, "{}: parallel.ep = {} does not divide model.moe.experts = {}; the nearest that does is {}",
-          name, shape.ep, experts, nearest_divisor(experts, shape.ep));
+  require(experts % shape.ep == 0, kUsage,
+          "{}: parallel.ep = {} does not divide model.moe.experts = {}; the nearest that does is {}", name, shape.ep,
+          experts, nearest_divisor(experts, shape.ep));
 }
 
 }  // namespace optimus

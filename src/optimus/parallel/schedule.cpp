@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <numeric>
 #include <optional>
 
@@ -78,14 +79,42 @@ struct Playback {
   std::vector<size_t> done;     // [pp] actions: less than all where a rank waits for ever
   std::vector<double> seconds;  // [pp] when the last of them ended
   std::vector<double> busy;     // [pp]
+  std::vector<bool> no_slot;    // [pp] it waits for a slot
 };
 
-/// Runs every rank as far as it gets. The order of the loop does not matter: a rank waits for a certain message, never
-/// for the first of several.
-Playback play(const Schedule& schedule, const std::vector<StageCost>& costs) {
+/// The first and the last action of a micro-batch in a chunk: between them it holds a slot.
+ActionKind first_action(const Schedule& schedule, int rank, int chunk) {
+  return schedule.stage(rank, chunk) == 0 ? forward : receive_forward;
+}
+ActionKind last_action(const Schedule& schedule, int rank, int chunk) {
+  if (schedule.split_backward()) return backward_weight;
+  return schedule.stage(rank, chunk) == 0 ? backward : send_backward;
+}
+
+/// Runs every rank as far as it gets with `slots` sets of activations. The order of the loop does not matter: a rank
+/// waits for a certain message or slot, never for the first of several.
+///
+/// A slot also holds the gradient that is sent to the stage before; it is free when that has been received. Slots are used
+/// in turn: the one given back first is taken first.
+Playback play(const Schedule& schedule, const std::vector<StageCost>& costs, const std::vector<int>& slots) {
   const size_t pp = schedule.ranks.size();
-  Playback played{std::vector<size_t>(pp), std::vector<double>(pp), std::vector<double>(pp)};
+  Playback played{std::vector<size_t>(pp), std::vector<double>(pp), std::vector<double>(pp), std::vector<bool>(pp)};
   std::vector<PerAction<std::optional<double>>> arrivals(pp, {schedule, std::nullopt});  // of the receiver's receives
+  std::vector<PerAction<bool>> received(pp, {schedule, false});                          // of the receiver's receives
+  std::vector<std::deque<std::optional<Counterpart>>> free(pp);  // the receive that each slot still waits for
+  for (size_t rank = 0; rank < pp; ++rank) free[rank].resize(size_t(slots[rank]));
+
+  const auto take_slot = [&](int rank) {
+    std::deque<std::optional<Counterpart>>& queue = free[rank];
+    if (queue.empty() || (queue.front() && !received[queue.front()->rank][queue.front()->action])) return false;
+    queue.pop_front();
+    return true;
+  };
+  const auto give_back_slot = [&](int rank, const Action& action) {
+    const Action sent{send_backward, action.micro_batch, action.chunk};
+    const bool sends = schedule.stage(rank, action.chunk) > 0;
+    free[rank].push_back(sends ? std::optional(counterpart(schedule, rank, sends ? sent : action)) : std::nullopt);
+  };
   const auto act = [&](int rank, const Action& action) {
     const StageCost& cost = costs[schedule.stage(rank, action.chunk)];
     double& now = played.seconds[rank];
@@ -97,6 +126,14 @@ Playback play(const Schedule& schedule, const std::vector<StageCost>& costs) {
       const auto [receiver, receive] = counterpart(schedule, rank, action);
       arrivals[receiver][receive] = now + seconds;
     };
+    const bool receives = action.kind == receive_forward || action.kind == receive_backward;
+    const std::optional<double> arrival = receives ? arrivals[rank][action] : std::nullopt;
+    played.no_slot[rank] = false;
+    if (receives && !arrival) return false;
+    if (action.kind == first_action(schedule, rank, action.chunk) && !take_slot(rank)) {
+      played.no_slot[rank] = true;
+      return false;
+    }
     switch (action.kind) {
       case forward: compute(cost.forward); break;
       case backward: compute(cost.backward_input + cost.backward_weight); break;
@@ -105,11 +142,9 @@ Playback play(const Schedule& schedule, const std::vector<StageCost>& costs) {
       case send_forward: send(cost.send_forward); break;
       case send_backward: send(cost.send_backward); break;
       case receive_forward:
-      case receive_backward:
-        const std::optional<double> arrival = arrivals[rank][action];
-        if (!arrival) return false;
-        now = std::max(now, *arrival);
+      case receive_backward: now = std::max(now, *arrival); received[rank][action] = true;
     }
+    if (action.kind == last_action(schedule, rank, action.chunk)) give_back_slot(rank, action);
     return true;
   };
   for (bool moved = true; moved;) {
@@ -120,6 +155,11 @@ Playback play(const Schedule& schedule, const std::vector<StageCost>& costs) {
     }
   }
   return played;
+}
+
+/// More slots than micro-batches and chunks never help.
+std::vector<int> enough_slots(const Schedule& schedule) {
+  return std::vector<int>(schedule.ranks.size(), schedule.micro_batches * schedule.virtual_stages);
 }
 
 // ---- checks: each relies on those before it and returns a sentence, or "" ----
@@ -211,7 +251,7 @@ std::string check_channels(const Schedule& schedule) {
 }
 
 std::string check_progress(const Schedule& schedule) {
-  const Playback played = play(schedule, std::vector<StageCost>(size_t(schedule.stages())));
+  const Playback played = play(schedule, std::vector<StageCost>(size_t(schedule.stages())), enough_slots(schedule));
   for (int rank = 0; rank < schedule.pp; ++rank)
     if (const std::vector<Action>& actions = schedule.ranks[rank]; played.done[rank] < actions.size())
       return fmt::format("rank {} waits for ever in {}", rank, describe(actions[played.done[rank]]));
@@ -238,7 +278,7 @@ std::string check(const Schedule& schedule) {
 Timeline simulate(const Schedule& schedule, const std::vector<StageCost>& costs) {
   expects(costs.size() == size_t(schedule.stages()), "costs of {} stages for a schedule of {}", costs.size(),
           schedule.stages());
-  const Playback played = play(schedule, costs);
+  const Playback played = play(schedule, costs, enough_slots(schedule));
   for (int rank = 0; rank < schedule.pp; ++rank)
     expects(played.done[rank] == schedule.ranks[rank].size(), "rank {} of schedule {} waits for ever", rank,
             schedule.name);
@@ -247,15 +287,27 @@ Timeline simulate(const Schedule& schedule, const std::vector<StageCost>& costs)
   return {seconds, played.busy, seconds > 0 ? 1 - busy / (schedule.pp * seconds) : 0};
 }
 
-std::vector<int> slots_needed(const Schedule& schedule, int rank) {
-  const ActionKind last = schedule.split_backward() ? backward_weight : backward;
-  std::vector<int> held(static_cast<size_t>(schedule.virtual_stages)), most = held;
-  for (const auto& [kind, micro_batch, chunk] : schedule.ranks[rank]) {
-    const ActionKind first = schedule.stage(rank, chunk) == 0 ? forward : receive_forward;
-    if (kind == first) most[chunk] = std::max(most[chunk], ++held[chunk]);
-    if (kind == last) --held[chunk];
+std::vector<int> slots_needed(const Schedule& schedule) {
+  // At least as many as micro-batches are in flight at once; and more where a rank would wait for ever for one.
+  std::vector<int> slots(schedule.ranks.size());
+  for (int rank = 0; rank < schedule.pp; ++rank) {
+    int held = 0;
+    for (const Action& action : schedule.ranks[rank]) {
+      if (action.kind == first_action(schedule, rank, action.chunk)) slots[rank] = std::max(slots[rank], ++held);
+      if (action.kind == last_action(schedule, rank, action.chunk)) --held;
+    }
   }
-  return most;
+  const std::vector<StageCost> costs(size_t(schedule.stages()));
+  for (;;) {
+    const Playback played = play(schedule, costs, slots);
+    bool waits = false;
+    for (int rank = 0; rank < schedule.pp; ++rank)
+      if (played.done[rank] < schedule.ranks[rank].size() && played.no_slot[rank]) {
+        ++slots[rank];
+        waits = true;
+      }
+    if (!waits) return slots;
+  }
 }
 
 }  // namespace optimus

@@ -67,9 +67,10 @@ struct Timeline {
 /// Runs a sound schedule with these costs ([stages]); receives wait, sends do not, and a message is alone on its way.
 Timeline simulate(const Schedule& schedule, const std::vector<StageCost>& costs);
 
-/// How many sets of saved activations a rank needs, by chunk: the most micro-batches that hold one at once. One is held
-/// from the receive_forward, which puts the stage's input there (in stage 0 from the forward), to the end of the
-/// backward (backward_weight where backward is split).
-std::vector<int> slots_needed(const Schedule& schedule, int rank);
+/// How many sets of saved activations (slots) each rank needs, its chunks together. A micro-batch holds one from the
+/// receive_forward, which puts the stage's input there (in stage 0 from the forward), to the end of the backward
+/// (backward_weight where backward is split). The gradient that is sent back lies there, too, so the next micro-batch may
+/// have it only when the neighbour has received that: so many slots that no rank waits for ever for one, used in turn.
+std::vector<int> slots_needed(const Schedule& schedule);
 
 }  // namespace optimus

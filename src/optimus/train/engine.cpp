@@ -181,7 +181,8 @@ Context Engine::context(Arena& saved, Arena* deferred, int micro_batch) {
           config_.compute_dtype(),
           micro_batch == 0 ? Write::overwrite : Write::accumulate,
           micro_batch == micro_batches_ - 1,
-          training_ ? optimizer_.get() : nullptr};
+          training_ ? this : nullptr,
+          further_waves};
 }
 
 MicroBatch Engine::upload(const HostBatch& batch, int64_t micro_batches) {
@@ -232,6 +233,13 @@ void Engine::reduce_sums() {
 }
 
 // ---- training ----
+
+void Engine::weights_needed(int64_t layer) { optimizer_->weights_needed(layer); }
+void Engine::gradients_ready(int64_t layer) { optimizer_->gradients_ready(layer); }
+void Engine::between_layers() {
+  optimizer_->progress();
+  pipeline_.progress();
+}
 
 void Engine::step(int64_t step, const HostBatch& batch) {
   const int64_t size = config_.train.micro_batch;
@@ -398,7 +406,9 @@ EnginePlan plan_engine(const RunConfig& config, EngineUse use, int rank) {
   if (use == EngineUse::train) {
     // The batch's buffers are those of all micro-batches.
     const int64_t tokens = (config.local_batch() - planned.local_batch()) * config.model.sequence;
-    const auto rounded = [](int64_t bytes) { return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment; };
+    const auto rounded = [](int64_t bytes) {
+      return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+    };
     const int64_t planned_tokens = planned.local_batch() * config.model.sequence;
     const int64_t more = 4 * (rounded((planned_tokens + tokens) * 4) - rounded(planned_tokens * 4));
     plan.memory.persistent += more;
@@ -411,9 +421,10 @@ Trace trace_step(const RunConfig& config, int rank) {
   DryRun run(config, EngineUse::train, rank);
   Trace trace;
   run.engine->on_action = [&](const Action* action) {
-    trace.phases.push_back({action ? std::optional<Action>(*action) : std::nullopt, run.ops->records().size(),
-                            run.messages.size()});
+    trace.phases.push_back(
+        {action ? std::optional<Action>(*action) : std::nullopt, run.ops->records().size(), run.messages.size()});
   };
+  run.engine->further_waves = false;
   run.engine->step(0, run.batch(config.local_batch()));
   trace.ops = run.ops->records();
   trace.messages = run.messages;
@@ -428,12 +439,12 @@ void check_fits(const EnginePlan& plan, const Device& device, int sharers) {
     std::string names;
     for (size_t i = 0; i < std::min<size_t>(3, largest.size()); ++i)
       names += fmt::format("{}{} {:.1f} GiB", i ? ", " : "", largest[i].second, double(largest[i].first) / 0x1p30);
-    fail(
-        ErrorKind::kMemory,
-        "the run needs {:.1f} GiB, the device has {:.1f}{}; the largest segments are: {}. A smaller train.micro_batch or "
-        "model.sequence needs less",
-        double(plan.memory.total()) / 0x1p30, double(device.capacity() / sharers) / 0x1p30,
-        sharers > 1 ? fmt::format(" for each of {} ranks", sharers) : "", names);
+    fail(ErrorKind::kMemory,
+         "the run needs {:.1f} GiB, the device has {:.1f}{}; the largest segments are: {}. A smaller train.micro_batch "
+         "or "
+         "model.sequence needs less",
+         double(plan.memory.total()) / 0x1p30, double(device.capacity() / sharers) / 0x1p30,
+         sharers > 1 ? fmt::format(" for each of {} ranks", sharers) : "", names);
   }
 }
 

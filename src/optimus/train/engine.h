@@ -48,7 +48,7 @@ struct StepResult {
   std::vector<std::vector<double>> expert_counts;  ///< one vector a MoE layer
 };
 
-class Engine {
+class Engine : private LayerEvents {
  public:
   Engine(const RunConfig& config, EngineUse use, Device& device, std::unique_ptr<Ops> ops, Groups groups,
          const EngineMemory& memory);
@@ -84,6 +84,8 @@ class Engine {
   void step(int64_t step, const HostBatch& batch);
   /// Called before every action of the pipeline, and at the end of its schedule with nothing; for traces.
   std::function<void(const Action*)> on_action;
+  /// For traces: dry steps take the waves of a dispatcher that only unbalanced experts need.
+  bool further_waves = true;
   /// The last step's result; the host waits for it.
   StepResult result_wait();
 
@@ -113,6 +115,9 @@ class Engine {
   std::map<std::string, int64_t> peak_segments() const;
 
  private:
+  void weights_needed(int64_t layer) override;
+  void gradients_ready(int64_t layer) override;
+  void between_layers() override;
   Pipeline make_pipeline(EngineUse use, int64_t slot_capacity);
   std::unique_ptr<TokenDispatcher> make_dispatcher();
   Context context(Arena& saved, Arena* deferred, int micro_batch);
@@ -163,7 +168,7 @@ struct Trace {
   std::vector<OpRecord> ops;
   std::vector<MessageRecord> messages;
 };
-/// A dry step of one rank.
+/// A dry step of one rank whose experts are balanced.
 Trace trace_step(const RunConfig& config, int rank);
 
 /// Throws Error(kMemory) naming the largest segments when the plan does not fit the device, shared by that many ranks.

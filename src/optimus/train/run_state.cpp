@@ -85,9 +85,7 @@ void load_state(Engine& engine, Checkpoint& checkpoint, Processes& processes) {
   });
 }
 
-void load_weights(Engine& engine, Checkpoint& checkpoint) {
-  load_weights(engine, checkpoint, *make_single_process());
-}
+void load_weights(Engine& engine, Checkpoint& checkpoint) { load_weights(engine, checkpoint, *make_single_process()); }
 
 void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {
   const nlohmann::json now = section_to_json(config);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <map>
 #include <string_view>
 #include <vector>
 
@@ -71,9 +72,11 @@ class DryOps final : public Ops {
     record("attention_backward", 2.0 * attention_flops(shape), {q, k, v, o, lse, do_, dq, dk, dv, delta});
   }
 
-  void swiglu(Tensor h, Tensor, Tensor slots, Tensor, Tensor a) override { record("swiglu", 0, {h, slots, a}); }
-  void swiglu_backward(Tensor h, Tensor da, Tensor, Tensor slots, Tensor, Tensor dh, Tensor a, Tensor) override {
-    record("swiglu_backward", 0, {h, da, slots, dh, a});
+  void swiglu(Tensor h, Tensor, Tensor slots, Tensor rows, Tensor a) override {
+    record("swiglu", 0, {}, bytes_of_rows({h, slots, a}, balanced_rows(h, rows)));
+  }
+  void swiglu_backward(Tensor h, Tensor da, Tensor, Tensor slots, Tensor rows, Tensor dh, Tensor a, Tensor) override {
+    record("swiglu_backward", 0, {}, bytes_of_rows({h, da, slots, dh, a}, balanced_rows(h, rows)));
   }
 
   void router(const RouterShape&, Tensor logits, Tensor, Tensor probs, Tensor gates, Tensor ids, Tensor lse) override {
@@ -91,6 +94,7 @@ class DryOps final : public Ops {
   }
 
   void route(Tensor ids, int64_t, int64_t, const RouteIndex& index) override {
+    routed_rows_[index.offsets_L1.slice(index.offsets_L1.elements() - 1, 1).data] = index.balanced_rows;
     record("route", 0, {ids, index.row_ptr_T1}, row_bytes(index, {index.token_R, index.slot_R, index.row_R}));
   }
   void route_to_ranks(Tensor ids, int64_t, const RouteIndex& index) override {
@@ -135,9 +139,17 @@ class DryOps final : public Ops {
   }
   /// Of the balanced rows of tensors [R] or [R,columns].
   static double row_bytes(const RouteIndex& index, std::initializer_list<Tensor> tensors) {
+    return bytes_of_rows(tensors, index.balanced_rows);
+  }
+  static double bytes_of_rows(std::initializer_list<Tensor> tensors, double rows) {
     double bytes = 0;
-    for (const Tensor& tensor : tensors) bytes += bytes_of(tensor, index.balanced_rows);
+    for (const Tensor& tensor : tensors) bytes += bytes_of(tensor, rows);
     return bytes;
+  }
+  /// Of x, whose number of rows is `rows` (i32 [1], made by route()) or, where that is empty, all of them.
+  double balanced_rows(const Tensor& x, const Tensor& rows) const {
+    const auto known = rows ? routed_rows_.find(rows.data) : routed_rows_.end();
+    return known == routed_rows_.end() ? double(x.rows()) : known->second;
   }
   /// `bytes` come on top of the operands'.
   void record(std::string_view op, double flops, std::initializer_list<Tensor> operands, double bytes = 0) {
@@ -147,6 +159,7 @@ class DryOps final : public Ops {
   }
 
   std::vector<OpRecord> records_;
+  std::map<const void*, double> routed_rows_;  ///< balanced_rows by where the number of rows would be
 };
 
 }  // namespace optimus

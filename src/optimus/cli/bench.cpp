@@ -276,6 +276,7 @@ void add_bench(CLI::App& program) {
   bench->require_subcommand(1);
   add_mode(*bench, "step", "Whole training steps", bench_step);
   add_mode(*bench, "ops", "Training steps, op by op", bench_ops);
+  add_bench_comm(*bench);
 }
 
 }  // namespace optimus

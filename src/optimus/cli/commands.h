@@ -21,5 +21,6 @@ void add_inspect(CLI::App& program);
 void add_verify(CLI::App& program);
 void add_plan(CLI::App& program);
 void add_bench(CLI::App& program);
+void add_bench_comm(CLI::App& bench);  ///< a mode of bench
 
 }  // namespace optimus

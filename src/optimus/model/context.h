@@ -27,8 +27,8 @@ class LayerEvents {
   virtual void weights_needed(int64_t layer) = 0;
   /// The layer's gradients have their last contribution of the step.
   virtual void gradients_ready(int64_t layer) = 0;
-  /// A layer is done: transports that advance only when called get their turn.
-  virtual void between_layers() = 0;
+  /// A layer's forward or backward begins. Transports that advance only when called get their turn.
+  virtual void layer_begins(int64_t layer) = 0;
 };
 
 struct Context {
@@ -62,8 +62,8 @@ struct Context {
   void weights_needed(int64_t layer) const {
     if (events) events->weights_needed(layer);
   }
-  void between_layers() const {
-    if (events) events->between_layers();
+  void layer_begins(int64_t layer) const {
+    if (events) events->layer_begins(layer);
   }
   void gradients_ready(int64_t layer) const {
     if (events && last_micro_batch) events->gradients_ready(layer);

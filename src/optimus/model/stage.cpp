@@ -130,11 +130,11 @@ void Stage::forward(Context& c, const MicroBatch& batch, const LossTerms& terms,
   Tensor x_TD = saved.input.x_TD;
   read_input(c, batch, x_TD);
   for (size_t i = 0; i < blocks_.size(); ++i) {
+    c.layer_begins(layer(i));
     c.weights_needed(layer(i));
     const Tensor middle_TD = c.save(c.dtype, stream, "residual");
     const Tensor y_TD = i + 1 == blocks_.size() ? saved.output.x_TD : c.save(c.dtype, stream, "residual");
     blocks_[i].forward(c, batch, balance(), saved.balance, terms.sums, x_TD, middle_TD, y_TD, saved.blocks[i], nullptr);
-    c.between_layers();
     x_TD = y_TD;
   }
   if (balance_) {
@@ -171,9 +171,9 @@ void Stage::backward(Context& c, const MicroBatch& batch, const LossScales& scal
   Arena::Scope scope(c.workspace);
   const Tensor dmiddle_TD = c.temporary(c.dtype, dx_TD.shape);
   for (size_t i = blocks_.size(); i-- > 0;) {
+    c.layer_begins(layer(i));
     blocks_[i].backward(c, batch, balance(), saved.balance, scales, dx_TD, dmiddle_TD, dx_TD, saved.blocks[i]);
     c.gradients_ready(layer(i));
-    c.between_layers();
   }
   embedding_backward(c, batch, dx_TD);
 }
@@ -184,19 +184,19 @@ void Stage::backward_input(Context& c, const MicroBatch& batch, const LossScales
   saved.input_gradient = saved.output_gradient;
   Tensor& dx_TD = saved.input_gradient.x_TD;
   for (size_t i = blocks_.size(); i-- > 0;) {
+    c.layer_begins(layer(i));
     const Tensor dy_TD = dx_TD, dmiddle_TD = c.defer(c.dtype, dy_TD.shape);
     dx_TD = c.defer(c.dtype, dy_TD.shape);
     blocks_[i].backward_input(c, batch, balance(), saved.balance, scales, dy_TD, dmiddle_TD, dx_TD, saved.blocks[i],
                               saved.deferred[i]);
-    c.between_layers();
   }
 }
 
 void Stage::backward_weight(Context& c, const MicroBatch& batch, StageSaved& saved) const {
   for (size_t i = blocks_.size(); i-- > 0;) {
+    c.layer_begins(layer(i));
     blocks_[i].backward_weight(c, saved.blocks[i], saved.deferred[i]);
     c.gradients_ready(layer(i));
-    c.between_layers();
   }
   embedding_backward(c, batch, saved.input_gradient.x_TD);
 }

@@ -260,6 +260,8 @@ std::string check_progress(const Schedule& schedule) {
 
 }  // namespace
 
+std::string_view name_of(ActionKind kind) { return kKindNames[size_t(kind)]; }
+
 bool Schedule::split_backward() const {
   return std::ranges::any_of(ranks, [](const std::vector<Action>& actions) {
     return std::ranges::any_of(

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace optimus {
@@ -22,6 +23,8 @@ enum class ActionKind : uint8_t {
   send_backward,     ///< gradient to stage - 1
   receive_backward,  ///< gradient from stage + 1
 };
+
+std::string_view name_of(ActionKind kind);
 
 struct Action {
   ActionKind kind;

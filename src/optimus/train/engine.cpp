@@ -236,26 +236,45 @@ void Engine::reduce_sums() {
 
 void Engine::weights_needed(int64_t layer) { optimizer_->weights_needed(layer); }
 void Engine::gradients_ready(int64_t layer) { optimizer_->gradients_ready(layer); }
-void Engine::between_layers() {
+void Engine::layer_begins(int64_t layer) {
+  layer_ = layer;
   optimizer_->progress();
   pipeline_.progress();
 }
 
 void Engine::step(int64_t step, const HostBatch& batch) {
+  try {
+    forward_backward(batch);
+    update(step);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kCommunication) throw;
+    fail(error.kind(), "step {}, {}: {}", step + 1, position(), error.what());
+  }
+}
+
+std::string Engine::position() const {
+  if (!action_) return "reduction and update";
+  return fmt::format("{} of micro-batch {}, layer {}", name_of(action_->kind), action_->micro_batch, layer_);
+}
+
+void Engine::forward_backward(const HostBatch& batch) {
   const int64_t size = config_.train.micro_batch;
   const MicroBatch whole = upload(batch, batch.sequences / size);
   begin_sums();
   training_ = true;
   pipeline_.on_action = [this](const Action& action) {
+    action_ = action;
     if (on_action) on_action(&action);
   };
   pipeline_.run([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); },
                 [&](int m) { return micro_batch(whole, m * size, size); },
                 {scales_, loss_sums(), {step_counts_, previous_counts_}});
-  if (on_action) on_action(nullptr);
-  optimizer_->finish_gradients();
+  action_.reset();
   training_ = false;
+  if (on_action) on_action(nullptr);
+}
 
+void Engine::update(int64_t step) {
   const OptimizerConfig& optimizer = config_.optimizer;
   const double updates = double(step + 1);
   const float host_control[kControlSize] = {float(learning_rate(optimizer, step)),
@@ -264,6 +283,7 @@ void Engine::step(int64_t step, const HostBatch& batch) {
   const bool clip = !optimizer.clip_after_warmup || step >= *optimizer.warmup_steps;
   const Tensor squares = sums_.slice(3, 1);
   device_.from_host(control_, host_control);
+  optimizer_->finish_gradients();
   optimizer_->add_squares(squares);
   reduce_sums();
   ops_->clip_control(squares, loss_sums().cross_entropy, clip ? float(optimizer.clip_norm) : 0.0f, control_);

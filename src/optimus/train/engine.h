@@ -117,7 +117,7 @@ class Engine : private LayerEvents {
  private:
   void weights_needed(int64_t layer) override;
   void gradients_ready(int64_t layer) override;
-  void between_layers() override;
+  void layer_begins(int64_t layer) override;
   Pipeline make_pipeline(EngineUse use, int64_t slot_capacity);
   std::unique_ptr<TokenDispatcher> make_dispatcher();
   Context context(Arena& saved, Arena* deferred, int micro_batch);
@@ -125,8 +125,12 @@ class Engine : private LayerEvents {
   MicroBatch micro_batch(const MicroBatch& whole, int64_t first_sequence, int64_t sequences) const;
   LossSums loss_sums() const { return {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}; }
   const Balance* balance() const { return pipeline_.stages().front().balance(); }
+  void forward_backward(const HostBatch& batch);
+  void update(int64_t step);
   /// Losses to zero; the last step's expert counts become the previous ones.
   void begin_sums();
+  /// Where the step is, for errors of communication.
+  std::string position() const;
   /// The sums of all ranks.
   void reduce_sums();
 
@@ -145,8 +149,10 @@ class Engine : private LayerEvents {
   Tensor control_;                                 // f32 [kControlSize]
   Tensor step_counts_, previous_counts_;           // f32 [MoE layers, E]
   LossScales scales_;
-  int micro_batches_ = 1;  ///< of the batch that was uploaded last
-  bool training_ = false;  ///< a step is under way
+  int micro_batches_ = 1;         ///< of the batch that was uploaded last
+  std::optional<Action> action_;  ///< of the step under way
+  int64_t layer_ = -1;            ///< that began last
+  bool training_ = false;         ///< a step is under way
   std::vector<KvCache> caches_;
 };
 

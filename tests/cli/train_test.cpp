@@ -241,7 +241,7 @@ TEST(Train, BadInputIsOneErrorAndLeavesNothing) {
       {{"train.micro_batch=3"}, 2, {"micro_batch", "global_batch"}},
       {{"train.steps=0"}, 2, {"train.steps"}},
       {{"parallel.tp=2"}, 2, {"parallel.tp", "not implemented"}},
-      {{"parallel.ep=2"}, 2, {"ep = 2", "world 1"}},
+      {{"parallel.ep=2"}, 2, {"parallel.ep = 2", "mpirun -n 2"}},
       {{"run.device=cuda"}, 2, {"run.device"}},
       {{"model.objective=diffusion"}, 2, {"model.objective"}},
       {{"memory.recompute=[\"experts\"]"}, 2, {"memory.recompute"}},

@@ -48,12 +48,11 @@ class DoubleModel {
     Arena::Scope scope(arena_);
     ops_.fill(sums_, 0);
     if (counts_) ops_.fill(counts_, double(batch_.tokens()) * 0.4);
-    Context c{ops_,        arena_,       workspace_,       workspace_,
-              parameters_, *dispatcher_, DType::f64, Write::overwrite};
+    Context c{ops_, arena_, workspace_, workspace_, parameters_, *dispatcher_, DType::f64, Write::overwrite};
     StageSaved saved;
     model_.begin(c, batch_, saved);
-    model_.infer(c, batch_, {scales_, {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}, {counts_, counts_}}, {},
-                 saved);
+    model_.infer(c, batch_, {scales_, {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}, {counts_, counts_}},
+                 {}, saved);
     const Values sums = ReferenceOps::get(sums_);
     double loss = sums[0] / scales_.target_weight;
     if (config_.model.moe) {

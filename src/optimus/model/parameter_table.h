@@ -37,10 +37,10 @@ struct Parameter {
   ParameterClass cls = ParameterClass::replicated;
   Init init = Init::normal;
   double init_std = 0.0;
-  int64_t zero_row = -1;  ///< a row kept at zero (the padding token's embedding)
-  int64_t layer = -1;     ///< bucket: layer number; -1 embedding, `layers` final norm and head
-  bool tied_copy = false; ///< the last stage's copy of an embedding that the first stage owns
-  int64_t offset = 0;     ///< first element in the flat buffers
+  int64_t zero_row = -1;   ///< a row kept at zero (the padding token's embedding)
+  int64_t layer = -1;      ///< bucket: layer number; -1 embedding, `layers` final norm and head
+  bool tied_copy = false;  ///< the last stage's copy of an embedding that the first stage owns
+  int64_t offset = 0;      ///< first element in the flat buffers
   bool matrix() const { return global.rank() >= 2; }
 };
 

@@ -21,9 +21,9 @@ struct Context;
 /// One micro-batch's exchange in one layer, made by begin() and kept from forward to backward.
 struct DispatchPlan {
   int64_t waves = 1;
-  int64_t capacity = 0;             ///< tokens of a wave at most
-  RouteIndex send;                  ///< own tokens by destination rank (alltoall)
-  std::vector<int64_t> rows_PP;     ///< tokens that rank s sends to rank d: rows_PP[s*P + d] (alltoall)
+  int64_t capacity = 0;          ///< tokens of a wave at most
+  RouteIndex send;               ///< own tokens by destination rank (alltoall)
+  std::vector<int64_t> rows_PP;  ///< tokens that rank s sends to rank d: rows_PP[s*P + d] (alltoall)
 };
 
 class TokenDispatcher {

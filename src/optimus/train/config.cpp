@@ -106,6 +106,10 @@ void resolve_parallel(RunConfig& config, const std::string& name, int64_t ranks)
             value);
   for (const auto& [key, value] : {std::pair{"pp", parallel.pp}, {"ep", parallel.ep}})
     require(value >= 1 && value <= 1 << 20, kUsage, "{}: parallel.{} = {} must be at least 1", name, key, value);
+  require(ranks != 1 || parallel.pp * parallel.ep == 1, kUsage,
+          "{}: parallel.pp = {}, parallel.ep = {} need {} ranks or a multiple, but this is one process; start it with "
+          "mpirun -n {}",
+          name, parallel.pp, parallel.ep, parallel.pp * parallel.ep, parallel.pp * parallel.ep);
   try {
     config.mesh = make_mesh_shape(ranks > 0 ? ranks : parallel.pp * parallel.ep, parallel.pp, parallel.ep);
   } catch (const Error& error) {

@@ -16,7 +16,12 @@ export OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_rmaps_base_oversubscribe
 # In a session of its own, so that the terminal's Ctrl-C reaches this script only.
 setsid mpirun -n "$ranks" "$optimus" train "$@" &
 job=$!
-trap 'kill -USR1 $job 2>/dev/null' INT TERM
+trap 'kill -USR1 $job 2>/dev/null' INT TERM HUP
 code=0
-while kill -0 $job 2>/dev/null; do wait $job && code=0 || code=$?; done
+wait $job || code=$?
+# A signal ends the wait, not the job.
+while kill -0 $job 2>/dev/null; do
+  code=0
+  wait $job || code=$?
+done
 exit "$code"

@@ -17,6 +17,6 @@ optimus=${OPTIMUS:-$SLURM_SUBMIT_DIR/build/release/optimus}
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK OMP_PLACES=cores OMP_PROC_BIND=close
 
 code=0
-srun --mpi=pmix --cpu-bind=cores --kill-on-bad-exit=1 "$optimus" train "$@" || code=$?
+srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=cores --kill-on-bad-exit=1 "$optimus" train "$@" || code=$?
 if [[ $code -eq 143 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -142,7 +142,9 @@ TEST(Ranks, TrainAsOneDoes) {
   expect_same_losses(two, one, 20);
   ASSERT_EQ(four.train(4, {"parallel.ep=2", "parallel.pp=2", "parallel.schedule=zero_bubble"}).code, 0);
   expect_same_losses(four, one, 20);
-  EXPECT_EQ(result.err.find("rank 1"), std::string::npos) << "only the first rank speaks";
+  EXPECT_NE(result.err.find("memory by segment"), std::string::npos);
+  EXPECT_EQ(result.err.find("memory by segment"), result.err.rfind("memory by segment"))
+      << "only the first rank speaks";
   // What they wrote is a checkpoint like any other.
   const ProgramResult verified = run_program(OPTIMUS_BINARY, {"verify", four.dir().string()});
   EXPECT_EQ(verified.code, 0) << verified.err;
@@ -220,6 +222,10 @@ TEST(Ranks, BadInputIsOneErrorWithItsCode) {
     std::vector<std::string> words;
   };
   RankedRun run(4);
+  write_tokens(run.path() / "bad.bin", 16 * 4, 3);
+  std::string bytes = read_text(run.path() / "bad.bin");
+  bytes[2 * 16 * 3] = 64;  // in the last window
+  testing::write_bytes(run.path() / "bad.bin", bytes);
   for (const Case& c : std::vector<Case>{
            {2, {"parallel.pp=3"}, 2, {"pp = 3", "2"}},
            {4, {"parallel.ep=3"}, 2, {"ep = 3", "4"}},
@@ -234,6 +240,11 @@ TEST(Ranks, BadInputIsOneErrorWithItsCode) {
             {"interleaved"}},
            {2, {"data.train=[\"/no/such/file\"]"}, 3, {"/no/such/file"}},
            {2, {"model.vocab=63"}, 3, {"train.bin"}},
+           // Read by the second rank alone, in the middle of the run.
+           {2,
+            {fmt::format("data.valid=[\"{}/bad.bin\"]", run.path().string()), "train.eval_every=2"},
+            3,
+            {"bad.bin", "64"}},
            {2, {"optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=50"}, 4, {"not finite"}},
        }) {
     SCOPED_TRACE(fmt::format("{} ranks, {}", c.ranks, fmt::join(c.overrides, " ")));

@@ -184,7 +184,8 @@ TEST(Evaluation, IsTheSameInEveryLayout) {
     run.engine->step(0, run.batch(0));
     const EvalWindows windows(run.config.data, 12, 40, 0);
     ASSERT_EQ(windows.windows(), 11);
-    const Evaluation evaluation = evaluate_windows_wait(*run.engine, windows, run.config.train.micro_batch);
+    const Evaluation evaluation =
+        evaluate_windows_wait(*run.engine, windows, run.config.train.micro_batch, processes());
     EXPECT_EQ(evaluation.weight, 11 * 11);
     if (!expected) expected = evaluation.loss;
     EXPECT_NEAR(evaluation.loss, *expected, 1e-5 * *expected);

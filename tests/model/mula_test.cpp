@@ -8,10 +8,8 @@ namespace optimus::test {
 namespace {
 
 int64_t parameters_of(const std::string& preset) {
-  ParameterTable table;
-  const ModelConfig config = load_config(OPTIMUS_SOURCE_DIR "/configs/" + preset + ".toml", {}, ConfigUse::shape).model;
-  const Stage model(config, Placement::whole(config), 1, table);
-  return table.count();
+  return whole_table(load_config(OPTIMUS_SOURCE_DIR "/configs/" + preset + ".toml", {}, ConfigUse::shape).model)
+      .count();
 }
 
 TEST(Mula, ParameterCounts) {

@@ -238,17 +238,24 @@ TEST(PipelineSchedule, SlotsAreHeldFromReceiveToWeightGradient) {
   EXPECT_EQ(slots_needed(s)[1], 1);
 }
 
-// One rank waits for its gradient to be received before it takes in what the other sends it first.
-TEST(PipelineSchedule, SlotsSufficeWhereAGradientIsReceivedLate) {
-  Schedule s = make_schedule("1f1b", 2, 1, 2);
-  s.ranks[0] = {{forward, 0, 0},          {send_forward, 0, 0}, {forward, 1, 0},          {send_forward, 1, 0},
-                {receive_backward, 0, 0}, {backward, 0, 0},     {receive_backward, 1, 0}, {backward, 1, 0}};
-  EXPECT_EQ(slots_needed(s), (std::vector<int>{2, 1}));
-  // Rank 0 sends the second micro-batch only after it has the first one's gradient: still one on rank 1.
-  s.ranks[0] = {{forward, 0, 0}, {send_forward, 0, 0}, {receive_backward, 0, 0}, {backward, 0, 0},
-                {forward, 1, 0}, {send_forward, 1, 0}, {receive_backward, 1, 0}, {backward, 1, 0}};
-  EXPECT_EQ(check(s), "");
-  EXPECT_EQ(slots_needed(s), (std::vector<int>{1, 1}));
+/// The most micro-batches of a rank between their first and their last action at once.
+int most_in_flight(const Schedule& s, int rank) {
+  int held = 0, most = 0;
+  for (const Action& action : s.ranks[rank]) {
+    const bool first_stage = s.stage(rank, action.chunk) == 0;
+    if (action.kind == (first_stage ? forward : receive_forward)) most = std::max(most, ++held);
+    if (action.kind == (first_stage ? backward : send_backward)) --held;
+  }
+  return most;
+}
+
+// With two ranks in two chunks each, a rank that has sent a gradient back would wait for its slot while the other waits
+// for the activation that it makes next.
+TEST(PipelineSchedule, AGradientOnItsWayHoldsItsSlot) {
+  const Schedule s = make_schedule("interleaved", 2, 2, 8);
+  EXPECT_EQ(most_in_flight(s, 0), 5);
+  EXPECT_EQ(most_in_flight(s, 1), 3);
+  EXPECT_EQ(slots_needed(s), (std::vector<int>{6, 4}));
 }
 
 // ---- the checker ----

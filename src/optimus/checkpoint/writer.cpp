@@ -66,16 +66,13 @@ CheckpointWriter::CheckpointWriter(const fs::path& folder, int64_t step, Process
   });
 }
 
-CheckpointWriter::CheckpointWriter(const fs::path& folder, int64_t step)
-    : alone_(make_single_process()),
-      processes_(*alone_),
-      folder_(without_trailing_slash(folder)),
-      partial_(with_ending(folder_, ".partial")) {
-  manifest_.step = step;
-  std::error_code ignored;
-  fs::remove_all(partial_, ignored);
-  make_folder(partial_);
+CheckpointWriter::CheckpointWriter(std::shared_ptr<Processes> alone, const fs::path& folder, int64_t step)
+    : CheckpointWriter(folder, step, *alone) {
+  alone_ = std::move(alone);
 }
+
+CheckpointWriter::CheckpointWriter(const fs::path& folder, int64_t step)
+    : CheckpointWriter(make_single_process(), folder, step) {}
 
 CheckpointWriter::~CheckpointWriter() {
   std::error_code ignored;
@@ -113,8 +110,7 @@ void CheckpointWriter::write(const std::string& name, const std::vector<TensorPa
   out.close();
 }
 
-void CheckpointWriter::gather_records() {
-  const std::vector<std::string> texts = processes_.gather(manifest_.text());
+void CheckpointWriter::add_records(const std::vector<std::string>& texts) {
   for (size_t rank = 1; rank < texts.size(); ++rank) {
     const Manifest other = Manifest::parse(texts[rank], fmt::format("the records of rank {}", rank));
     for (const auto& [name, record] : other.tensors) {
@@ -125,9 +121,10 @@ void CheckpointWriter::gather_records() {
 }
 
 void CheckpointWriter::commit(nlohmann::json config, nlohmann::json source) {
-  if (processes_.size() > 1) gather_records();
+  const std::vector<std::string> texts = processes_.gather(processes_.rank() == 0 ? "" : manifest_.text());
   together(processes_, [&] {
     if (processes_.rank() != 0) return;
+    add_records(texts);
     manifest_.config = std::move(config);
     manifest_.source = std::move(source);
     OutputFile file(partial_ / "manifest.json");

@@ -42,7 +42,9 @@ class CheckpointWriter {
   void commit(nlohmann::json config, nlohmann::json source = nullptr);
 
  private:
-  void gather_records();
+  CheckpointWriter(std::shared_ptr<Processes> alone, const fs::path& folder, int64_t step);
+  /// Into the manifest: those of the other processes.
+  void add_records(const std::vector<std::string>& texts);
 
   std::shared_ptr<Processes> alone_;  ///< where no processes were given
   Processes& processes_;

@@ -154,10 +154,11 @@ struct Bubbles {
 };
 
 // Measured: the share of the schedules' time, over all ranks, in which no forward or backward ran. Predicted: that of the
-// schedule's simulation with the actions' median times.
+// schedule's simulation with the actions' median times. What backward waits for (a reduction that is not done) counts as
+// its own time.
 Bubbles bubbles_of(const Engine& engine, const std::vector<std::string>& texts) {
   const Schedule& schedule = engine.schedule();
-  std::vector<StageCost> costs(size_t(schedule.stages()), StageCost{0, 0, 0, 0, 0});
+  std::vector<std::array<std::vector<double>, 3>> seconds(size_t(schedule.stages()));  // of all replicas of a stage
   double busy = 0, all = 0;
   for (size_t text = 0; text < texts.size(); ++text) {
     const nlohmann::json times = nlohmann::json::parse(texts[text]);
@@ -166,16 +167,22 @@ Bubbles bubbles_of(const Engine& engine, const std::vector<std::string>& texts) 
     for (const auto& [key, values] : times["actions"].items()) {
       const size_t space = key.find(' ');
       const auto kind = ActionKind(std::stoi(key.substr(0, space)));
-      StageCost& cost = costs[size_t(schedule.stage(pp, std::stoi(key.substr(space))))];
-      const auto seconds = values.get<std::vector<double>>();
-      double* part = kind == ActionKind::forward                                          ? &cost.forward
-                     : kind == ActionKind::backward || kind == ActionKind::backward_input ? &cost.backward_input
-                     : kind == ActionKind::backward_weight                                ? &cost.backward_weight
-                                                                                          : nullptr;
-      if (!part) continue;
-      *part = median(seconds);
-      for (double value : seconds) busy += value;
+      const int part = kind == ActionKind::forward                                          ? 0
+                       : kind == ActionKind::backward || kind == ActionKind::backward_input ? 1
+                       : kind == ActionKind::backward_weight                                ? 2
+                                                                                            : -1;
+      if (part < 0) continue;
+      std::vector<double>& pool = seconds[size_t(schedule.stage(pp, std::stoi(key.substr(space))))][size_t(part)];
+      for (const double value : values) {
+        pool.push_back(value);
+        busy += value;
+      }
     }
+  }
+  std::vector<StageCost> costs;
+  for (const auto& stage : seconds) {
+    const auto typical = [](const std::vector<double>& values) { return values.empty() ? 0.0 : median(values); };
+    costs.push_back({typical(stage[0]), typical(stage[1]), typical(stage[2]), 0, 0});
   }
   return {1 - busy / all, simulate(schedule, costs).bubble};
 }

@@ -53,7 +53,7 @@ std::vector<Row> time_group(Processes& processes, const std::string& name, Commu
   const Tensor whole = a.slice(0, count), scratch = b.slice(0, count);
   const Tensor part = whole.slice(group.rank() * piece, piece);
   const std::vector<int64_t> rows(size_t(ranks), piece);
-  const double sent = double(bytes) * double(ranks - 1) / double(ranks);
+  const double sent = double(whole.bytes()) * double(ranks - 1) / double(ranks);
   const int next = int((group.rank() + 1) % ranks), before = int((group.rank() + ranks - 1) % ranks);
   const std::vector<std::pair<const char*, std::function<void()>>> operations{
       {"all_reduce", [&] { group.all_reduce(whole); }},
@@ -103,7 +103,7 @@ int bench_comm(const CommOptions& options, Processes& processes) {
                                       {"pp", groups.pp.get()}})
       if (group->size() > 1) chosen.emplace_back(name, group);
   for (const auto& [name, group] : chosen)
-    for (int64_t bytes = 4096; bytes <= largest; bytes *= 8) {
+    for (int64_t bytes = std::max<int64_t>(4096, 4 * group->size()); bytes <= largest; bytes *= 8) {
       const std::vector<Row> more = time_group(processes, name, *group, a, b, bytes);
       rows.insert(rows.end(), more.begin(), more.end());
     }

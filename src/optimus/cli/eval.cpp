@@ -26,7 +26,8 @@ void evaluate_data(const EvalOptions& options) {
   DataConfig data;
   data.valid = {{options.data, std::nullopt}};
   const EvalWindows windows(data, model.sequence, model.vocab, options.sequences);
-  const auto [loss, weight] = evaluate_windows_wait(inference.engine(), windows, kSequencesAtOnce);
+  const auto [loss, weight] =
+      evaluate_windows_wait(inference.engine(), windows, kSequencesAtOnce, *make_single_process());
   require(std::isfinite(loss), ErrorKind::kNumerical, "{}: the loss is not finite", options.checkpoint);
   print({{"loss", loss},
          {"perplexity", std::exp(loss)},

@@ -27,11 +27,17 @@ bool chooses_compute(const PlanOptions& options) {
 }
 
 /// A GPU's default is bf16; the configuration resolves what it leaves open for this machine.
-RunConfig plan_config(PlanOptions options) {
-  const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape, options.ranks);
-  if (options.hardware.empty() || chooses_compute(options)) return config;
-  options.overrides.emplace_back("precision.compute=bf16");
+RunConfig resolved_config(PlanOptions options) {
+  if (!options.hardware.empty() && !chooses_compute(options)) options.overrides.emplace_back("precision.compute=bf16");
   return load_config(options.config, options.overrides, ConfigUse::shape, options.ranks);
+}
+
+RunConfig plan_config(PlanOptions options) {
+  if (!options.search) return resolved_config(options);
+  const int64_t world = std::exchange(options.ranks, 0);  // the file's own layout need not suit so many ranks
+  RunConfig config = resolved_config(options);
+  config.mesh = make_mesh_shape(world, 1, 1);
+  return config;
 }
 
 void print(const std::string& text, const nlohmann::ordered_json& json, bool as_json) {
@@ -41,6 +47,8 @@ void print(const std::string& text, const nlohmann::ordered_json& json, bool as_
 void plan(const PlanOptions& options) {
   std::optional<Hardware> hardware;
   if (!options.hardware.empty()) hardware = load_hardware(options.hardware);
+  require(!options.search || (hardware && options.ranks > 0), ErrorKind::kUsage,
+          "--search needs --ranks and --hardware: how many devices there are, and what they can do");
   const RunConfig config = plan_config(options);
   if (!options.search) {
     const bool layout = options.ranks > 0 || config.mesh.world() > 1;
@@ -48,8 +56,6 @@ void plan(const PlanOptions& options) {
     print(to_text(report, layout), to_json(report, layout), options.json);
     return;
   }
-  require(hardware && options.ranks > 0, ErrorKind::kUsage,
-          "--search needs --ranks and --hardware: how many devices there are, and what they can do");
   const SearchResult result = search_layouts(config, *hardware);
   print(to_text(result, *hardware), to_json(result), options.json);
 }

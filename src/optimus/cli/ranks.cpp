@@ -2,6 +2,7 @@
 
 #include <omp.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -12,17 +13,23 @@
 namespace optimus {
 namespace {
 
-// Threads a rank = cores / ranks on this machine, where the launcher lets all of them run on the same cores; a rank that
-// was bound to cores of its own uses those. OMP_NUM_THREADS overrides.
+// A rank's threads = the cores that it may run on / the ranks that may run on the same ones. OMP_NUM_THREADS overrides.
 void share_cores(Processes& processes) {
-  if (processes.local_size() == 1 || std::getenv("OMP_NUM_THREADS")) return;
-  cpu_set_t mine;
-  CPU_ZERO(&mine);
-  sched_getaffinity(0, sizeof mine, &mine);
-  const std::string cores(reinterpret_cast<const char*>(&mine), sizeof mine);
-  const bool same_as_first = processes.broadcast(cores, 0) == cores;
-  const bool shared = processes.max(same_as_first ? 0 : 1) == 0;
-  if (shared) omp_set_num_threads(std::max(1, omp_get_num_procs() / processes.local_size()));
+  if (processes.size() == 1 || std::getenv("OMP_NUM_THREADS")) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  sched_getaffinity(0, sizeof cores, &cores);
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  std::string mine(reinterpret_cast<const char*>(&cores), sizeof cores);
+  mine += host;
+  mine.resize(sizeof cores + sizeof host);
+  std::string all;
+  for (const std::string& text : processes.gather(mine)) all += text;
+  all = processes.broadcast(all, 0);
+  int sharers = 0;
+  for (size_t at = 0; at < all.size(); at += mine.size()) sharers += all.compare(at, mine.size(), mine) == 0;
+  omp_set_num_threads(std::max(1, omp_get_num_procs() / sharers));
 }
 
 }  // namespace

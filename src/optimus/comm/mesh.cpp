@@ -8,14 +8,6 @@
 namespace optimus {
 namespace {
 
-/// The divisor of n that is closest to x; of two, the larger.
-int64_t nearest_divisor(int64_t n, int64_t x) {
-  int64_t nearest = 1;
-  for (int64_t d = 2; d <= n; ++d)
-    if (n % d == 0 && std::abs(d - x) <= std::abs(nearest - x)) nearest = d;
-  return nearest;
-}
-
 /// The ranks first, first + step, ...
 std::vector<int> ranks_from(int first, int step, int count) {
   std::vector<int> ranks;
@@ -25,6 +17,13 @@ std::vector<int> ranks_from(int first, int step, int count) {
 }
 
 }  // namespace
+
+int64_t nearest_divisor(int64_t n, int64_t x) {
+  int64_t nearest = 1;
+  for (int64_t d = 2; d <= n; ++d)
+    if (n % d == 0 && std::abs(d - x) <= std::abs(nearest - x)) nearest = d;
+  return nearest;
+}
 
 MeshShape make_mesh_shape(int64_t world, int64_t pp, int64_t ep) {
   require(world >= 1 && world <= std::numeric_limits<int>::max(), ErrorKind::kUsage, "a layout for {} ranks", world);

@@ -21,6 +21,9 @@ struct MeshShape {
   bool operator==(const MeshShape&) const = default;
 };
 
+/// The divisor of n that is closest to x; of two, the larger.
+int64_t nearest_divisor(int64_t n, int64_t x);
+
 /// From the number of ranks and the chosen axes. Error(kUsage) that says why a layout is impossible and names the
 /// nearest possible one.
 MeshShape make_mesh_shape(int64_t world, int64_t pp, int64_t ep);

@@ -190,25 +190,21 @@ std::byte* bytes_of(const Tensor& x) {
 
 class MpiCommunicator final : public Communicator {
  public:
-  explicit MpiCommunicator(std::shared_ptr<Group> group)
-      : group_(std::move(group)), gathered_(size_t(std::max(kReduceBytes, group_->size * int64_t(sizeof(double))))) {}
+  explicit MpiCommunicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
 
   int rank() const override { return group_->rank; }
   int size() const override { return group_->size; }
 
+  // Small tensors are gathered whole; of others each rank sums a piece, and the pieces are gathered. The same sums.
   void all_reduce(Tensor x) override {
     check_all_reduce(x);
     const int64_t element = size_of(x.dtype);
-    const int64_t most = int64_t(gathered_.size()) / (size() * element);
-    std::vector<const void*> pieces(static_cast<size_t>(size()));
-    for (int64_t at = 0; at < x.elements(); at += most) {
-      const int64_t count = std::min(most, x.elements() - at);
-      const int bytes = int(count * element);
-      std::byte* chunk = bytes_of(x) + at * element;
-      OPTIMUS_MPI(*group_, "all_reduce",
-                  MPI_Allgather(chunk, bytes, MPI_BYTE, gathered_.data(), bytes, MPI_BYTE, group_->comm));
-      for (int r = 0; r < size(); ++r) pieces[size_t(r)] = gathered_.data() + int64_t(r) * bytes;
-      sum_in_rank_order(x.dtype, pieces, chunk, count);
+    const int64_t at_once = kReduceBytes / element;
+    const Tensor flat = x.reshape({x.elements()});
+    for (int64_t at = 0; at < x.elements(); at += at_once) {
+      const Tensor chunk = flat.slice(at, std::min(at_once, x.elements() - at));
+      if (chunk.bytes() * size() <= kReduceBytes) reduce_gathered(chunk);
+      else reduce_pieces(chunk);
     }
   }
 
@@ -221,16 +217,7 @@ class MpiCommunicator final : public Communicator {
 
   Pending start_reduce_scatter(Tensor whole, Tensor part, Tensor scratch) override {
     check_reduce_scatter(*this, whole, part, scratch);
-    const int64_t piece = part.bytes();
-    std::byte *from = bytes_of(whole), *to = bytes_of(scratch);
-    auto exchange = std::make_unique<Exchange>(group_, "reduce_scatter");
-    for_others([&](int r) { exchange->receive(to + r * piece, piece, r, kCollectiveTag); });
-    for_others([&](int r) { exchange->send(from + r * piece, piece, r, kCollectiveTag); });
-    std::vector<const void*> pieces;
-    for (int r = 0; r < size(); ++r) pieces.push_back((r == rank() ? from : to) + r * piece);
-    exchange->finally(
-        [pieces = std::move(pieces), part] { sum_in_rank_order(part.dtype, pieces, part.data, part.elements()); });
-    return exchange;
+    return exchange_pieces(whole, part, scratch);
   }
   bool reduce_needs_scratch() const override { return true; }
 
@@ -278,6 +265,38 @@ class MpiCommunicator final : public Communicator {
   }
 
  private:
+  void reduce_gathered(Tensor x) {
+    std::vector<std::byte> gathered(size_t(x.bytes() * size()));
+    OPTIMUS_MPI(
+        *group_, "all_reduce",
+        MPI_Allgather(x.data, int(x.bytes()), MPI_BYTE, gathered.data(), int(x.bytes()), MPI_BYTE, group_->comm));
+    std::vector<const void*> pieces;
+    for (int r = 0; r < size(); ++r) pieces.push_back(gathered.data() + r * x.bytes());
+    sum_in_rank_order(x.dtype, pieces, x.data, x.elements());
+  }
+  /// Through buffers that end with padding, so that all pieces are equally long.
+  void reduce_pieces(Tensor x) {
+    const int64_t piece = (x.elements() + size() - 1) / size(), bytes = piece * size() * size_of(x.dtype);
+    std::vector<std::byte> padded(static_cast<size_t>(bytes)), other(padded.size());
+    std::memcpy(padded.data(), x.data, size_t(x.bytes()));
+    const Tensor whole(padded.data(), x.dtype, {piece * size()}), scratch(other.data(), x.dtype, whole.shape);
+    const Tensor part = whole.slice(rank() * piece, piece);
+    exchange_pieces(whole, part, scratch)->wait();
+    all_gather(part, whole);
+    std::memcpy(x.data, padded.data(), size_t(x.bytes()));
+  }
+  Pending exchange_pieces(Tensor whole, Tensor part, Tensor scratch) {
+    const int64_t piece = part.bytes();
+    std::byte *from = bytes_of(whole), *to = bytes_of(scratch);
+    auto exchange = std::make_unique<Exchange>(group_, "reduce_scatter");
+    for_others([&](int r) { exchange->receive(to + r * piece, piece, r, kCollectiveTag); });
+    for_others([&](int r) { exchange->send(from + r * piece, piece, r, kCollectiveTag); });
+    std::vector<const void*> pieces;
+    for (int r = 0; r < size(); ++r) pieces.push_back((r == rank() ? from : to) + r * piece);
+    exchange->finally(
+        [pieces = std::move(pieces), part] { sum_in_rank_order(part.dtype, pieces, part.data, part.elements()); });
+    return exchange;
+  }
   /// f(r) for all other ranks, each rank beginning elsewhere so that they do not all crowd the same one.
   template <typename F>
   void for_others(F&& f) const {
@@ -288,7 +307,6 @@ class MpiCommunicator final : public Communicator {
   }
 
   std::shared_ptr<Group> group_;
-  std::vector<std::byte> gathered_;
 };
 
 class MpiProcesses final : public Processes {

@@ -13,6 +13,12 @@ void together(Processes& processes, const std::function<void()>& work) {
   } catch (const Error& error) {
     kind = int(error.kind());
     message = error.what();
+  } catch (const std::filesystem::filesystem_error& error) {
+    kind = int(ErrorKind::kData);
+    message = error.what();
+  } catch (const std::bad_alloc&) {
+    kind = int(ErrorKind::kMemory);
+    message = fmt::format("rank {} is out of memory", processes.rank());
   }
   if (processes.max(kind) == 0) return;
   const std::vector<std::string> all = processes.gather(kind ? fmt::format("{}{}", char('0' + kind), message) : "");

@@ -14,6 +14,13 @@ Placement Placement::whole(const ModelConfig& model) {
   return {0, model.layers, true, true, 0, model.moe ? model.moe->experts : 0};
 }
 
+ParameterTable whole_table(const ModelConfig& config) {
+  ParameterTable table;
+  const Stage assembled(config, Placement::whole(config), 1, table);
+  table.lay_out(1, 1);
+  return table;
+}
+
 // ---- block ----
 
 Block::Block(const ModelConfig& model, const Placement& placement, double moe_rows, ParameterTable& table,

@@ -129,4 +129,7 @@ class Stage {
   std::optional<Balance> balance_;
 };
 
+/// The parameters of the whole model on one rank, laid out.
+ParameterTable whole_table(const ModelConfig& config);
+
 }  // namespace optimus

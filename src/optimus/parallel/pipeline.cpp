@@ -58,23 +58,20 @@ const Arena& Pipeline::largest_slot() const {
 
 // ---- messages ----
 
-// `stage` is the sending one.
-int Pipeline::tag(int stage, int micro_batch, bool backward, bool balance) const {
-  return ((micro_batch * schedule_.stages() + stage) * 2 + backward) * 2 + balance;
-}
+// One tag serves all: between two ranks messages are received in the order in which they are sent (see check()), and with
+// a stream comes its balance.
+constexpr int kTag = 0;
 
-void Pipeline::send(const Boundary& boundary, int stage, int to_stage, int micro_batch, bool backward,
-                    Pending* pending) {
+void Pipeline::send(const Boundary& boundary, int to_stage, Pending* pending) {
   const int to = to_stage % schedule_.pp;
-  pending[0] = pp_.start_send(boundary.x_TD, to, tag(stage, micro_batch, backward, false));
-  if (boundary.balance) pending[1] = pp_.start_send(boundary.balance, to, tag(stage, micro_batch, backward, true));
+  pending[0] = pp_.start_send(boundary.x_TD, to, kTag);
+  if (boundary.balance) pending[1] = pp_.start_send(boundary.balance, to, kTag);
 }
 
-void Pipeline::receive(const Boundary& boundary, int stage, int from_stage, int micro_batch, bool backward) {
+void Pipeline::receive(const Boundary& boundary, int from_stage) {
   const int from = from_stage % schedule_.pp;
-  expects(stage != from_stage, "a stage does not receive from itself");
-  pp_.start_receive(boundary.x_TD, from, tag(from_stage, micro_batch, backward, false))->wait();
-  if (boundary.balance) pp_.start_receive(boundary.balance, from, tag(from_stage, micro_batch, backward, true))->wait();
+  pp_.start_receive(boundary.x_TD, from, kTag)->wait();
+  if (boundary.balance) pp_.start_receive(boundary.balance, from, kTag)->wait();
 }
 
 // ---- the executor ----
@@ -88,9 +85,7 @@ void Pipeline::run(const MakeContext& context, const MicroBatchOf& batch, const 
     const MicroBatch part = batch(m);
     const auto context_of = [&](InFlight& slot) { return context(*slot.arena, split ? slot.arena.get() : nullptr, m); };
     switch (action.kind) {
-      case ActionKind::receive_forward:
-        receive(begin(action, context, part).saved.input, number, number - 1, m, false);
-        break;
+      case ActionKind::receive_forward: receive(begin(action, context, part).saved.input, number - 1); break;
       case ActionKind::forward: {
         InFlight& slot = number == 0 ? begin(action, context, part) : slot_of(action);
         Context c = context_of(slot);
@@ -99,12 +94,10 @@ void Pipeline::run(const MakeContext& context, const MicroBatchOf& batch, const 
       }
       case ActionKind::send_forward: {
         InFlight& slot = slot_of(action);
-        send(slot.saved.output, number, number + 1, m, false, slot.sends);
+        send(slot.saved.output, number + 1, slot.sends);
         break;
       }
-      case ActionKind::receive_backward:
-        receive(slot_of(action).saved.output_gradient, number, number + 1, m, true);
-        break;
+      case ActionKind::receive_backward: receive(slot_of(action).saved.output_gradient, number + 1); break;
       case ActionKind::backward: {
         InFlight& slot = slot_of(action);
         Context c = context_of(slot);
@@ -120,7 +113,7 @@ void Pipeline::run(const MakeContext& context, const MicroBatchOf& batch, const 
       }
       case ActionKind::send_backward: {
         InFlight& slot = slot_of(action);
-        send(slot.saved.input_gradient, number, number - 1, m, true, slot.sends + 2);
+        send(slot.saved.input_gradient, number - 1, slot.sends + 2);
         if (!split) release(slot);
         break;
       }
@@ -148,11 +141,11 @@ void Pipeline::infer(const MakeContext& context, const MicroBatch& batch, const 
     Context c = context(arena, nullptr, 0);
     StageSaved saved;
     stage.begin(c, batch, saved);
-    if (number > 0) receive(saved.input, number, number - 1, 0, false);
+    if (number > 0) receive(saved.input, number - 1);
     stage.infer(c, batch, terms, sink, saved, cache);
     if (cache) cache += stage.placement().layers;
     Pending sends[2];
-    if (number + 1 < schedule_.stages()) send(saved.output, number, number + 1, 0, false, sends);
+    if (number + 1 < schedule_.stages()) send(saved.output, number + 1, sends);
     for (Pending& pending : sends) finish(pending);
   }
 }

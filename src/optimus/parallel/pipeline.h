@@ -53,9 +53,8 @@ class Pipeline {
   InFlight& begin(const Action& action, const MakeContext& context, const MicroBatch& batch);
   void release(InFlight& slot);
   int stage_of(int chunk) const { return schedule_.stage(pp_.rank(), chunk); }
-  int tag(int stage, int micro_batch, bool backward, bool balance) const;
-  void send(const Boundary& boundary, int stage, int to_stage, int micro_batch, bool backward, Pending* pending);
-  void receive(const Boundary& boundary, int stage, int from_stage, int micro_batch, bool backward);
+  void send(const Boundary& boundary, int to_stage, Pending* pending);
+  void receive(const Boundary& boundary, int from_stage);
 
   Schedule schedule_;
   std::vector<Stage> stages_;

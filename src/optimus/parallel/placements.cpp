@@ -9,12 +9,6 @@ namespace {
 
 constexpr auto kUsage = ErrorKind::kUsage;
 
-int64_t nearest_divisor(int64_t number, int64_t to) {
-  for (int64_t distance = 0;; ++distance)
-    for (int64_t candidate : {to - distance, to + distance})
-      if (candidate >= 1 && candidate <= number && number % candidate == 0) return candidate;
-}
-
 }  // namespace
 
 std::vector<int64_t> layers_of_stages(const ModelConfig& model, const ParallelConfig& parallel) {

@@ -47,6 +47,7 @@ struct Schedule {
 /// "gpipe", "1f1b", "interleaved" (with one virtual stage the same as 1f1b) or "zero_bubble"; see schedules.cpp for
 /// what each does and its bubble. Error(kUsage) for a combination that the schedule does not offer: virtual_stages > 1
 /// other than interleaved or with pp = 1, micro_batches that interleaved cannot group by pp, anything below 1.
+void check_schedule(const std::string& name, int64_t pp, int64_t virtual_stages, int64_t micro_batches);
 Schedule make_schedule(const std::string& name, int pp, int virtual_stages, int micro_batches);
 
 /// Why the schedule is wrong, or "" for a sound one: every (stage, micro-batch) runs forward once and backward once (or

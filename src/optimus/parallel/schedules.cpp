@@ -22,24 +22,6 @@ using enum ActionKind;
 
 constexpr std::array kNames = {"gpipe", "1f1b", "interleaved", "zero_bubble"};
 
-void check_arguments(const std::string& name, int pp, int virtual_stages, int micro_batches) {
-  require(std::ranges::find(kNames, name) != kNames.end(), ErrorKind::kUsage,
-          "parallel.schedule = \"{}\" is not one of {}", name, fmt::join(kNames, ", "));
-  require(pp >= 1, ErrorKind::kUsage, "parallel.pp = {} must be at least 1", pp);
-  require(virtual_stages >= 1, ErrorKind::kUsage, "parallel.virtual_stages = {} must be at least 1", virtual_stages);
-  require(micro_batches >= 1, ErrorKind::kUsage, "parallel.schedule = \"{}\" of {} micro-batches: at least 1 is needed",
-          name, micro_batches);
-  require(virtual_stages == 1 || name == "interleaved", ErrorKind::kUsage,
-          "parallel.virtual_stages = {} needs parallel.schedule = \"interleaved\", not \"{}\"", virtual_stages, name);
-  require(virtual_stages == 1 || pp > 1, ErrorKind::kUsage,
-          "parallel.virtual_stages = {} needs parallel.pp of at least 2, not 1", virtual_stages);
-  require(
-      name != "interleaved" || micro_batches % pp == 0, ErrorKind::kUsage,
-      "parallel.schedule = \"interleaved\" runs micro-batches in groups of parallel.pp = {}, so a step cannot have {}; "
-      "the nearest number is {}",
-      pp, micro_batches, std::max(1, (micro_batches + pp / 2) / pp) * pp);
-}
-
 // ---- what the ranks compute ----
 
 /// gpipe, 1f1b and interleaved differ in how many forwards a rank begins with.
@@ -120,8 +102,26 @@ void add_messages(Schedule& schedule) {
 
 }  // namespace
 
+void check_schedule(const std::string& name, int64_t pp, int64_t virtual_stages, int64_t micro_batches) {
+  require(std::ranges::find(kNames, name) != kNames.end(), ErrorKind::kUsage,
+          "parallel.schedule = \"{}\" is not one of {}", name, fmt::join(kNames, ", "));
+  require(pp >= 1, ErrorKind::kUsage, "parallel.pp = {} must be at least 1", pp);
+  require(virtual_stages >= 1, ErrorKind::kUsage, "parallel.virtual_stages = {} must be at least 1", virtual_stages);
+  require(micro_batches >= 1, ErrorKind::kUsage, "parallel.schedule = \"{}\" of {} micro-batches: at least 1 is needed",
+          name, micro_batches);
+  require(virtual_stages == 1 || name == "interleaved", ErrorKind::kUsage,
+          "parallel.virtual_stages = {} needs parallel.schedule = \"interleaved\", not \"{}\"", virtual_stages, name);
+  require(virtual_stages == 1 || pp > 1, ErrorKind::kUsage,
+          "parallel.virtual_stages = {} needs parallel.pp of at least 2, not 1", virtual_stages);
+  require(
+      name != "interleaved" || micro_batches % pp == 0, ErrorKind::kUsage,
+      "parallel.schedule = \"interleaved\" runs micro-batches in groups of parallel.pp = {}, so a step cannot have {}; "
+      "the nearest number is {}",
+      pp, micro_batches, std::max<int64_t>(1, (micro_batches + pp / 2) / pp) * pp);
+}
+
 Schedule make_schedule(const std::string& name, int pp, int virtual_stages, int micro_batches) {
-  check_arguments(name, pp, virtual_stages, micro_batches);
+  check_schedule(name, pp, virtual_stages, micro_batches);
   Schedule schedule{name, pp, virtual_stages, micro_batches, {}};
   if (name == "zero_bubble") schedule.ranks = zero_bubble(pp, micro_batches);
   else

@@ -84,9 +84,7 @@ void resolve_model(RunConfig& config, const std::string& name) {
 
 // Keys given beside init_from may change how the model is trained, not what its weights are.
 void check_same_tensors(const ModelConfig& base, const ModelConfig& model, const std::string& name) {
-  ParameterTable before, now;
-  const Stage assembled_before(base, Placement::whole(base), 1, before);
-  const Stage assembled_now(model, Placement::whole(model), 1, now);
+  const ParameterTable before = whole_table(base), now = whole_table(model);
   for (const Parameter& row : now.rows()) {
     const ParameterId id = before.find(row.name);
     require(
@@ -136,8 +134,7 @@ void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
           "{}: train.micro_batch = {} must divide train.global_batch = {}{}", name, train.micro_batch,
           train.global_batch, dp == 1 ? "" : fmt::format(" / dp = {} / {} = {}", train.global_batch, dp, local));
   try {
-    make_schedule(config.parallel.schedule, int(config.mesh.pp), int(config.parallel.virtual_stages),
-                  int(std::min<int64_t>(config.micro_batches(), 1 << 16)));
+    check_schedule(config.parallel.schedule, config.mesh.pp, config.parallel.virtual_stages, config.micro_batches());
   } catch (const Error& error) {
     fail(error.kind(), "{}: {}", name, error.what());
   }
@@ -146,7 +143,7 @@ void resolve_train(RunConfig& config, const std::string& name, ConfigUse use) {
   require(train.steps <= kMost && train.tokens <= kMost, kUsage, "{}: train.steps and train.tokens end at {}", name,
           kMost);
   const double routed = double(train.micro_batch) * double(config.model.sequence) *
-                        double(config.model.moe ? config.model.moe->top_k : 1);
+                        double(config.model.moe ? config.model.moe->top_k * config.mesh.ep : 1);
   require(routed < double(kLargestBatch), kUsage,
           "{}: a micro-batch of {} sequences of {} tokens has more rows than the index of a kernel; lower "
           "train.micro_batch",

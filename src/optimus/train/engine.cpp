@@ -470,7 +470,7 @@ void check_fits(const EnginePlan& plan, const Device& device, int sharers) {
 
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan,
                                     Processes& processes) {
-  check_fits(plan, device);
+  check_fits(plan, device, processes.local_size());
   return std::make_unique<Engine>(config, use, device, make_cpu_ops(), make_groups(processes, config.mesh),
                                   plan.memory);
 }

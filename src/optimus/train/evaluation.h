@@ -12,7 +12,7 @@ struct Evaluation {
 };
 
 /// Over all windows, at most `sequences` at once on a rank; the ranks of a dp group share them. The host waits for the
-/// device; no state of the engine changes. Collective.
-Evaluation evaluate_windows_wait(Engine& engine, const EvalWindows& windows, int64_t sequences);
+/// device; no state of the engine changes. Collective; data that one rank cannot read is an Error(kData) on all.
+Evaluation evaluate_windows_wait(Engine& engine, const EvalWindows& windows, int64_t sequences, Processes& processes);
 
 }  // namespace optimus

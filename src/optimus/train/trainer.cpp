@@ -20,9 +20,9 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-void log_plan(const EnginePlan& plan, const Engine& engine, const RunConfig& config) {
+void log_plan(const EnginePlan& plan, const RunConfig& config) {
   log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:",
-             double(engine.table().count()) / 1e6, flops_per_token(config.model) / 1e6);
+             double(whole_table(config.model).count()) / 1e6, flops_per_token(config.model) / 1e6);
   for (const auto& [name, bytes] : plan.segments) log().info("  {:<24} {:>10.2f} MiB", name, double(bytes) / 0x1p20);
   log().info("  {:<24} {:>10.2f} MiB", "total", double(plan.memory.total()) / 0x1p20);
 }
@@ -41,18 +41,12 @@ Trainer::Trainer(const RunConfig& config, const std::atomic<int>& signal, Proces
 }
 
 // The first rank looks, and reads every byte; the others take its word.
-std::optional<Checkpoint> Trainer::newest_checkpoint() {
+std::optional<Checkpoint> Trainer::agreed_checkpoint(const std::function<std::optional<Checkpoint>()>& find) {
   std::optional<Checkpoint> checkpoint;
-  std::string folder;
   together(processes_, [&] {
-    if (!first()) return;
-    checkpoint = newest_valid(config_.run.dir);
-    if (checkpoint) folder = checkpoint->folder().string();
-    else
-      require(step_folders(config_.run.dir).empty(), ErrorKind::kData,
-              "{} holds checkpoints, but none that is valid; move them away to start anew", config_.run.dir);
+    if (first()) checkpoint = find();
   });
-  folder = processes_.broadcast(folder, 0);
+  const std::string folder = processes_.broadcast(checkpoint ? checkpoint->folder().string() : "", 0);
   together(processes_, [&] {
     if (!first() && !folder.empty()) checkpoint.emplace(folder);
   });
@@ -60,7 +54,12 @@ std::optional<Checkpoint> Trainer::newest_checkpoint() {
 }
 
 void Trainer::start_or_resume() {
-  std::optional<Checkpoint> checkpoint = newest_checkpoint();
+  std::optional<Checkpoint> checkpoint = agreed_checkpoint([&] {
+    std::optional<Checkpoint> newest = newest_valid(config_.run.dir);
+    require(newest || step_folders(config_.run.dir).empty(), ErrorKind::kData,
+            "{} holds checkpoints, but none that is valid; move them away to start anew", config_.run.dir);
+    return newest;
+  });
   if (checkpoint) {
     check_same_run(config_, *checkpoint);
     completed_ = saved_ = checkpoint->step();
@@ -79,18 +78,16 @@ void Trainer::start_or_resume() {
                     config_.train.seed);
     if (config_.train.eval_every > 0)
       valid_.emplace(config_.data, sequence, config_.model.vocab, config_.train.eval_sequences);
-    check_fits(plan, *device_, processes_.local_size());
     if (checkpoint) check_same_data(*loader_, *checkpoint);
   });
   engine_ = make_engine(config_, EngineUse::train, *device_, plan, processes_);
-  if (first()) log_plan(plan, *engine_, config_);
+  if (first()) log_plan(plan, config_);
   if (checkpoint) {
     load_state(*engine_, *checkpoint, processes_);
     origin_ = checkpoint->folder();
     if (first()) log().info("resumed from {}", checkpoint->folder().string());
   } else if (!config_.train.init_from.empty()) {
-    std::optional<Checkpoint> source;
-    together(processes_, [&] { source.emplace(resolve_checkpoint(config_.train.init_from)); });
+    std::optional<Checkpoint> source = agreed_checkpoint([&] { return resolve_checkpoint(config_.train.init_from); });
     load_weights(*engine_, *source, processes_);
     origin_ = source->folder();
     if (first()) log().info("weights from {}", source->folder().string());
@@ -115,8 +112,12 @@ int Trainer::run() {
       if (!batch) break;
       train_step(std::move(*batch));
     }
+  } catch (const Error& error) {
+    // All ranks are here, with the same error, unless they can no longer speak with each other.
+    if (error.kind() != ErrorKind::kCommunication) save_before_failing();
+    throw;
   } catch (...) {
-    save_before_failing();
+    if (processes_.size() == 1) save_before_failing();
     throw;
   }
   if (completed_ != saved_) save(completed_);
@@ -131,7 +132,7 @@ std::optional<HostBatch> Trainer::next_batch() {
   if (signal_ == 0) {
     try {
       batch = loader_->next(completed_);
-    } catch (const Error&) {
+    } catch (...) {
       error = std::current_exception();
     }
   }
@@ -165,7 +166,7 @@ void Trainer::train_step(HostBatch batch) {
 
 std::optional<double> Trainer::evaluate(int64_t completed) {
   if (!valid_ || completed % config_.train.eval_every != 0) return std::nullopt;
-  return evaluate_windows_wait(*engine_, *valid_, config_.train.micro_batch).loss;
+  return evaluate_windows_wait(*engine_, *valid_, config_.train.micro_batch, processes_).loss;
 }
 
 void Trainer::report(int64_t completed, double seconds, const StepResult& result, std::optional<double> valid_loss) {
@@ -220,7 +221,7 @@ void Trainer::save_before_failing() {
   try {
     if (completed_ > std::max<int64_t>(saved_, 0)) save(completed_);
   } catch (const Error& error) {
-    log().warn("the state after step {} could not be saved: {}", completed_, error.what());
+    if (first()) log().warn("the state after step {} could not be saved: {}", completed_, error.what());
   }
 }
 

@@ -27,7 +27,7 @@ class Trainer {
   int run();
 
  private:
-  std::optional<Checkpoint> newest_checkpoint();
+  std::optional<Checkpoint> agreed_checkpoint(const std::function<std::optional<Checkpoint>()>& find);
   void start_or_resume();
   bool first() const { return processes_.rank() == 0; }
   /// The next batch; nothing when a rank was asked to stop. An error of one rank's data is thrown on all.

@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "optimus/train/engine.h"
+#include "optimus/train/engine_plan.h"
 
 namespace optimus::test {
 

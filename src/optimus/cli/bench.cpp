@@ -13,7 +13,7 @@
 #include "optimus/cli/commands.h"
 #include "optimus/cli/ranks.h"
 #include "optimus/ops/timed_ops.h"
-#include "optimus/train/engine.h"
+#include "optimus/train/engine_plan.h"
 #include "optimus/train/metrics.h"
 
 namespace optimus {

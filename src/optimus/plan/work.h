@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "optimus/train/engine.h"
+#include "optimus/train/engine_plan.h"
 
 namespace optimus {
 

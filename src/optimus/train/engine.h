@@ -16,7 +16,6 @@
 
 #include "optimus/comm/groups.h"
 #include "optimus/data/loader.h"
-#include "optimus/ops/dry/dry_ops.h"
 #include "optimus/optim/optimizer.h"
 #include "optimus/parallel/pipeline.h"
 #include "optimus/train/config.h"
@@ -155,36 +154,6 @@ class Engine : private LayerEvents {
   bool training_ = false;         ///< a step is under way
   std::vector<KvCache> caches_;
 };
-
-/// Memory and work of one step of one rank, found by running it dry.
-struct EnginePlan {
-  EngineMemory memory;
-  std::map<std::string, int64_t> segments;  ///< bytes at each arena's peak
-  double step_flops = 0;                    ///< of the products of one step, all micro-batches
-};
-EnginePlan plan_engine(const RunConfig& config, EngineUse use, int rank = 0);
-
-/// What one rank does in one step, action by action.
-struct Trace {
-  struct Phase {
-    std::optional<Action> action;  ///< nothing: the end of the step (norm, update, gathering)
-    size_t first_op, first_message;
-  };
-  std::vector<Phase> phases;
-  std::vector<OpRecord> ops;
-  std::vector<MessageRecord> messages;
-};
-/// A dry step of one rank whose experts are balanced.
-Trace trace_step(const RunConfig& config, int rank);
-
-/// Throws Error(kMemory) naming the largest segments when the plan does not fit the device, shared by that many ranks.
-void check_fits(const EnginePlan& plan, const Device& device, int sharers = 1);
-
-/// For a run on this machine. Throws Error(kMemory) naming the largest segments when the plan does not fit the device.
-std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan,
-                                    Processes& processes);
-/// The same on a single process.
-std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan);
 
 /// The tensor's values on the host, bf16 widened; the host waits for the device.
 std::vector<float> read_floats_wait(Device& device, Tensor tensor);

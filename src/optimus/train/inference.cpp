@@ -1,5 +1,6 @@
 #include "optimus/train/inference.h"
 
+#include "optimus/train/engine_plan.h"
 #include "optimus/train/run_state.h"
 
 namespace optimus {

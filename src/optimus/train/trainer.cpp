@@ -11,6 +11,7 @@
 #include "optimus/comm/together.h"
 #include "optimus/optim/schedule.h"
 #include "optimus/train/evaluation.h"
+#include "optimus/train/engine_plan.h"
 #include "optimus/train/run_state.h"
 
 namespace optimus {

@@ -1,6 +1,7 @@
 #include "optimus/train/progress.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -24,12 +25,15 @@ StepRecord record_of(int64_t step) {
   return record;
 }
 
-/// What can be read from a descriptor without waiting.
+/// What can be read from a descriptor. A terminal hands on what was written to it a moment later, and in pieces.
 std::string drain(int descriptor) {
-  fcntl(descriptor, F_SETFL, O_NONBLOCK);
-  std::string text(1 << 16, '\0');
-  const ssize_t bytes = read(descriptor, text.data(), text.size());
-  text.resize(bytes > 0 ? size_t(bytes) : 0);
+  std::string text;
+  for (pollfd ready{descriptor, POLLIN, 0}; poll(&ready, 1, 200) > 0 && (ready.revents & POLLIN);) {
+    char buffer[4096];
+    const ssize_t bytes = read(descriptor, buffer, sizeof buffer);
+    if (bytes <= 0) break;
+    text.append(buffer, size_t(bytes));
+  }
   return text;
 }
 

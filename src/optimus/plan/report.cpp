@@ -233,7 +233,13 @@ std::string to_text(const SearchResult& result, const Hardware& hardware) {
               seconds_text(prediction.step_seconds), 100 * prediction.mfu, 100 * prediction.bubble,
               double(bytes) / kGiB, fmt::join(slowest, ", "));
   }
-  if (result.best.empty()) text.line("none fits");
+  if (result.best.empty()) {
+    text.line("none fits");
+    return text.take();
+  }
+  const ModelConfig& model = result.best.front().config.model;
+  if (model.moe_layers() > 0 && model.moe->balance == "loss" && model.moe->balance_unit == "micro_batch")
+    text.line("\nmodel.moe.balance_unit = \"micro_batch\": train.micro_batch (\"batch\") is part of what is computed");
   return text.take();
 }
 

@@ -52,6 +52,17 @@ void apply_override(toml::table& root, const std::string& text) {
 
 std::string default_run_dir(const std::string& name) { return (fs::path("runs") / fs::path(name).stem()).string(); }
 
+// A checkpoint, or the newest of a run: of the model's shape its manifest is enough, whatever its tensors.
+Checkpoint described_checkpoint(const std::string& path) {
+  for (const fs::path& folder : step_folders(path)) {
+    try {
+      return Checkpoint(folder);
+    } catch (const Error&) {
+    }
+  }
+  return resolve_checkpoint(path);
+}
+
 // Where the model section starts from: a preset, the model of a checkpoint, or nothing.
 ModelConfig base_model(toml::table& root, const std::string& name) {
   std::optional<ModelConfig> base;
@@ -70,7 +81,7 @@ ModelConfig base_model(toml::table& root, const std::string& name) {
     require(!base, kUsage, "{}: model.preset and train.init_from cannot be given together", name);
     // A run that has begun no longer needs what it began from.
     const std::vector<fs::path> begun = step_folders(root["run"]["dir"].value_or(default_run_dir(name)));
-    base = model_config_of(begun.empty() ? resolve_checkpoint(*from) : Checkpoint(begun.front()));
+    base = model_config_of(begun.empty() ? described_checkpoint(*from) : Checkpoint(begun.front()));
   }
   return base.value_or(ModelConfig{});
 }

@@ -10,8 +10,8 @@
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/comm/together.h"
 #include "optimus/optim/schedule.h"
-#include "optimus/train/evaluation.h"
 #include "optimus/train/engine_plan.h"
+#include "optimus/train/evaluation.h"
 #include "optimus/train/run_state.h"
 
 namespace optimus {

@@ -37,6 +37,9 @@ compute = "bf16"
 }
 
 TEST(Search, BeatsThePublishedLayout) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "minutes under sanitizers; the searches of a small model run";
+#endif
   const Hardware aurora = hardware_named("aurora");
   const RunConfig published = published_config(kPublished[2], "ep_aware");
   const SearchResult result = search_layouts(published, aurora, 3);
@@ -123,6 +126,9 @@ TEST(PlanCommand, TextNamesGroupsOwnersAndSlowestParts) {
 }
 
 TEST(PlanCommand, SearchAsJson) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "minutes under sanitizers; the searches of a small model run";
+#endif
   const ProgramResult result = plan({kConfig, "--ranks", "384", "--hardware", kAurora, "--search", "--json", "--set",
                                      "train.global_batch=384", "--set", "precision.gradients=bf16"});
   ASSERT_EQ(result.code, 0) << result.err;

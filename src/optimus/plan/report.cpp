@@ -137,8 +137,7 @@ ordered_json mesh_json(const MeshShape& shape) {
 }  // namespace
 
 ParameterCounts count_parameters(const ModelConfig& model) {
-  ParameterTable table;
-  const Stage assembled(model, Placement::whole(model), 1, table);
+  const ParameterTable table = whole_table(model);
   const int64_t expert = table.count(ParameterClass::expert), total = table.count();
   const int64_t active_expert = model.moe ? expert / model.moe->experts * model.moe->top_k : 0;
   return {total, total - expert + active_expert, expert, total - expert};

@@ -185,6 +185,10 @@ Context Engine::context(Arena& saved, Arena* deferred, int micro_batch) {
           further_waves};
 }
 
+Pipeline::MakeContext Engine::contexts() {
+  return [this](Arena& saved, Arena* deferred, int micro_batch) { return context(saved, deferred, micro_batch); };
+}
+
 MicroBatch Engine::upload(const HostBatch& batch, int64_t micro_batches) {
   const int64_t tokens = batch.sequences * batch.sequence_length;
   expects(tokens <= tokens_.elements(), "batch of {} tokens, planned for {}", tokens, tokens_.elements());
@@ -266,8 +270,7 @@ void Engine::forward_backward(const HostBatch& batch) {
     action_ = action;
     if (on_action) on_action(&action);
   };
-  pipeline_.run([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); },
-                [&](int m) { return micro_batch(whole, m * size, size); },
+  pipeline_.run(contexts(), [&](int m) { return micro_batch(whole, m * size, size); },
                 {scales_, loss_sums(), {step_counts_, previous_counts_}});
   action_.reset();
   training_ = false;
@@ -317,8 +320,7 @@ StepResult Engine::gradients_wait(const HostBatch& batch) {
   const MicroBatch whole = upload(batch, 1);
   begin_sums();
   ops_->fill(control_, 0.0);
-  pipeline_.run([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); },
-                [&](int) { return whole; }, {scales_, loss_sums(), {step_counts_, previous_counts_}});
+  pipeline_.run(contexts(), [&](int) { return whole; }, {scales_, loss_sums(), {step_counts_, previous_counts_}});
   return result_wait();
 }
 
@@ -328,8 +330,7 @@ StepResult Engine::evaluate_wait(const HostBatch& batch, const LogitsSink& sink)
   weights_wait();
   const MicroBatch whole = upload(batch, 1);
   ops_->fill(sums_, 0.0);
-  pipeline_.infer([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); }, whole,
-                  {scales_, loss_sums(), {{}, step_counts_}}, sink);
+  pipeline_.infer(contexts(), whole, {scales_, loss_sums(), {{}, step_counts_}}, sink);
   groups_.world->all_reduce(sums_);
   return result_wait();
 }
@@ -345,13 +346,13 @@ std::vector<float> Engine::decode_wait(const std::vector<int32_t>& tokens) {
   device_.from_host(batch.positions_T, positions.data());
   ops_->fill(sums_, 0.0);
   std::vector<float> last;
-  pipeline_.infer([this](Arena& saved, Arena* deferred, int m) { return context(saved, deferred, m); }, batch,
-                  {scales_, loss_sums(), {step_counts_, previous_counts_}},
-                  [&](int64_t first, Tensor logits) {
-                    const int64_t row = T - 1 - first;
-                    if (row < logits.rows()) last = read_floats_wait(device_, logits.slice(row, 1));
-                  },
-                  &caches_);
+  pipeline_.infer(
+      contexts(), batch, {scales_, loss_sums(), {step_counts_, previous_counts_}},
+      [&](int64_t first, Tensor logits) {
+        const int64_t row = T - 1 - first;
+        if (row < logits.rows()) last = read_floats_wait(device_, logits.slice(row, 1));
+      },
+      &caches_);
   for (KvCache& cache : caches_) cache.length += T;
   return last;
 }

@@ -120,6 +120,7 @@ class Engine : private LayerEvents {
   Pipeline make_pipeline(EngineUse use, int64_t slot_capacity);
   std::unique_ptr<TokenDispatcher> make_dispatcher();
   Context context(Arena& saved, Arena* deferred, int micro_batch);
+  Pipeline::MakeContext contexts();
   MicroBatch upload(const HostBatch& batch, int64_t micro_batches);
   MicroBatch micro_batch(const MicroBatch& whole, int64_t first_sequence, int64_t sequences) const;
   LossSums loss_sums() const { return {sums_.slice(0, 1), sums_.slice(1, 1), sums_.slice(2, 1)}; }

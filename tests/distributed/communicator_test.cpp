@@ -49,6 +49,7 @@ auto with_type(DType dtype, F&& f) {
     case DType::f32: return f(float{});
     case DType::bf16: return f(bf16{});
     case DType::f64: return f(double{});
+    case DType::i16: return f(int16_t{});
     case DType::i32: return f(int32_t{});
     case DType::i64: return f(int64_t{});
   }

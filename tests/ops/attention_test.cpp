@@ -102,12 +102,17 @@ AttentionInputs inputs_of(Workspace& w, const AttentionShape& s, DType type, Lay
           w.input(type, k, normal_values(k.elements(), 3), layout)};
 }
 
+Tensor scratch_of(Workspace& w, Ops& ops, const AttentionShape& s, DType type) {
+  const int64_t bytes = ops.attention_scratch_bytes(s, type);
+  return bytes > 0 ? w.output(DType::f32, {bytes / 4}) : Tensor{};
+}
+
 void check_forward(Device& device, Ops& ops, const AttentionShape& s, DType type, Layout layout, double size) {
   SCOPED_TRACE(text_of(s, type) + fmt::format(" inputs times {}", size));
   Workspace w(device);
   const auto [q, k, v] = inputs_of(w, s, type, layout, size);
   const Tensor o = w.output(type, q.shape, layout), o_without_lse = w.output(type, q.shape, layout);
-  const Tensor lse = w.output(DType::f32, {s.sequences * s.queries, s.heads});
+  const Tensor lse = w.output(DType::f32, {s.sequences, s.heads, s.queries});
   w.run([&] {
     ops.attention(s, q, k, v, o, lse);
     ops.attention(s, q, k, v, o_without_lse, {});
@@ -123,12 +128,12 @@ void check_backward(Device& device, Ops& ops, const AttentionShape& s, DType typ
   Workspace w(device);
   const auto [q, k, v] = inputs_of(w, s, type, layout);
   const auto forward = reference::attention(s, w.read(q), w.read(k), w.read(v));
-  const Shape per_head{s.sequences * s.queries, s.heads};
+  const Shape per_head{s.sequences, s.heads, s.queries};
   const Tensor o = w.input(type, q.shape, forward.o, layout), lse = w.input(DType::f32, per_head, forward.lse);
   const Tensor do_ = w.input(type, q.shape, normal_values(q.elements(), 4), layout);
   const Tensor dq = w.output(type, q.shape, layout), dk = w.output(type, k.shape, layout),
-               dv = w.output(type, v.shape, layout), delta = w.output(DType::f32, per_head);
-  w.run([&] { ops.attention_backward(s, q, k, v, o, lse, do_, dq, dk, dv, delta); });
+               dv = w.output(type, v.shape, layout), scratch = scratch_of(w, ops, s, type);
+  w.run([&] { ops.attention_backward(s, q, k, v, o, lse, do_, dq, dk, dv, scratch); });
   const auto expected = reference::attention_backward(s, w.read(q), w.read(k), w.read(v), w.read(do_));
   // A single key's score has no gradient: what is compared with zero is the rounding of `o`, summed over the head.
   const double tolerance = s.keys == 1 && type == DType::bf16 ? 5e-2 : tolerance_of(type);
@@ -167,14 +172,15 @@ TEST_P(AttentionTest, FusedColumns) {
   Workspace w(device());
   const Shape shape{tokens, q_columns + 2 * k_columns};
   const Tensor qkv = w.input(DType::f32, shape, normal_values(shape.elements(), 1)), dqkv = w.output(DType::f32, shape);
-  const Tensor o = w.output(DType::f32, {tokens, q_columns}), lse = w.output(DType::f32, {tokens, s.heads});
+  const Tensor o = w.output(DType::f32, {tokens, q_columns}),
+               lse = w.output(DType::f32, {s.sequences, s.heads, s.queries});
   const Tensor do_ = w.input(DType::f32, {tokens, q_columns}, normal_values(tokens * q_columns, 2));
-  const Tensor delta = w.output(DType::f32, {tokens, s.heads});
+  const Tensor scratch = scratch_of(w, ops(), s, DType::f32);
   const auto [q, k, v] = split(qkv);
   const auto [dq, dk, dv] = split(dqkv);
   w.run([&, q = q, k = k, v = v, dq = dq, dk = dk, dv = dv] {
     ops().attention(s, q, k, v, o, lse);
-    ops().attention_backward(s, q, k, v, o, lse, do_, dq, dk, dv, delta);
+    ops().attention_backward(s, q, k, v, o, lse, do_, dq, dk, dv, scratch);
   });
   const auto expected = reference::attention_backward(s, w.read(q), w.read(k), w.read(v), w.read(do_));
   EXPECT_TRUE(close(w.read(o), reference::attention(s, w.read(q), w.read(k), w.read(v)).o, 1e-5)) << "o";
@@ -192,10 +198,10 @@ TEST_P(AttentionTest, GradientAgreesWithCentralDifferences) {
     const Tensor o = w.output(DType::f32, q.shape), dq = w.output(DType::f32, q.shape);
     const Tensor dk = w.output(DType::f32, k.shape), dv = w.output(DType::f32, v.shape);
     const Tensor do_ = w.input(DType::f32, q.shape, normal_values(q.elements(), 4));
-    const Tensor lse = w.output(DType::f32, {8, 4}), delta = w.output(DType::f32, {8, 4});
+    const Tensor lse = w.output(DType::f32, {2, 4, 4}), scratch = scratch_of(w, ops(), s, DType::f32);
     w.run([&, q = q, k = k, v = v] {
       ops().attention(s, q, k, v, o, lse);
-      ops().attention_backward(s, q, k, v, o, lse, do_, dq, dk, dv, delta);
+      ops().attention_backward(s, q, k, v, o, lse, do_, dq, dk, dv, scratch);
     });
     const Values qs = w.read(q), ks = w.read(k), vs = w.read(v), dos = w.read(do_);
     using reference::attention, reference::dot, reference::numeric_gradient;

@@ -45,6 +45,7 @@ auto with_type(DType dtype, Visitor&& visitor) {
     case DType::f32: return visitor(float{});
     case DType::bf16: return visitor(bf16{});
     case DType::f64: return visitor(double{});
+    case DType::i16: return visitor(int16_t{});
     case DType::i32: return visitor(int32_t{});
     case DType::i64: return visitor(int64_t{});
   }

@@ -188,9 +188,11 @@ void for_each_query(const AttentionShape& s, const Values& q, const Values& k, V
 }  // namespace
 
 AttentionResult attention(const AttentionShape& shape, const Values& q, const Values& k, const Values& v) {
-  AttentionResult out{Values(q.size()), {}};
+  AttentionResult out{Values(q.size()), Values(q.size() / count_of(shape.head_dim))};
   for_each_query(shape, q, k, [&](const Values& p, double lse, int64_t q_at, const Indices& keys_at) {
-    out.lse.push_back(lse);
+    const int64_t query = q_at / shape.head_dim / shape.heads, head = q_at / shape.head_dim % shape.heads;
+    const int64_t sequence = query / shape.queries;
+    out.lse[count_of((sequence * shape.heads + head) * shape.queries + query % shape.queries)] = lse;
     for (size_t j = 0; j < p.size(); ++j)
       for (int64_t d = 0; d < shape.head_dim; ++d) out.o[count_of(q_at + d)] += p[j] * v[count_of(keys_at[j] + d)];
   });

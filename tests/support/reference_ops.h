@@ -47,7 +47,10 @@ class ReferenceOps final : public Ops {
                           Tensor) override {
     unused();
   }
+  int64_t attention_scratch_bytes(const AttentionShape&, DType) const override { return 0; }
   void swiglu_backward(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) override { unused(); }
+  void split_master(Tensor, Tensor, Tensor) override { unused(); }
+  void join_master(Tensor, Tensor, Tensor) override { unused(); }
   void router_backward(const RouterShape&, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float,
                        Tensor) override {
     unused();

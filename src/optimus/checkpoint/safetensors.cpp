@@ -62,6 +62,7 @@ std::string_view safetensors_name(DType dtype) {
     case DType::f32: return "F32";
     case DType::bf16: return "BF16";
     case DType::f64: return "F64";
+    case DType::i16: return "I16";
     case DType::i32: return "I32";
     case DType::i64: return "I64";
   }

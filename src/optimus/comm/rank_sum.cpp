@@ -41,6 +41,7 @@ void sum_in_rank_order(DType dtype, std::span<const void* const> pieces, void* o
     case DType::bf16: return sum_as<bf16, float>(pieces, static_cast<bf16*>(out), count);
     case DType::f64: return sum_as<double, double>(pieces, static_cast<double*>(out), count);
     case DType::i32: return sum_as<int32_t, int32_t>(pieces, static_cast<int32_t*>(out), count);
+    case DType::i16:
     case DType::i64: break;
   }
   expects(false, "a sum over ranks of {}", name_of(dtype));

@@ -73,8 +73,8 @@ void Attention::forward(Context& c, const MicroBatch& batch, Tensor x_TD, Tensor
     v = cache->v.slice(0, attention.keys);
   }
   saved.o_TP = c.save(c.dtype, {T, q_width}, "attention");
-  saved.lse_TH = c.save(DType::f32, {T, heads_}, "attention");
-  c.ops.attention(attention, q, k, v, saved.o_TP, saved.lse_TH);
+  saved.lse_BHS = c.save(DType::f32, {batch.sequences, heads_, batch.sequence_length}, "attention");
+  c.ops.attention(attention, q, k, v, saved.o_TP, saved.lse_BHS);
 
   if (!post_norm_) {
     linear(c, saved.o_TP, output_, x_TD, y_TD);
@@ -88,7 +88,7 @@ void Attention::forward(Context& c, const MicroBatch& batch, Tensor x_TD, Tensor
 
 void Attention::backward_input(Context& c, const MicroBatch& batch, Tensor dy_TD, Tensor dx_TD,
                                const AttentionSaved& saved, AttentionDeferred& deferred) const {
-  const int64_t T = batch.tokens(), q_width = heads_ * head_dim_, kv_width = kv_heads_ * head_dim_;
+  const int64_t q_width = heads_ * head_dim_, kv_width = kv_heads_ * head_dim_;
 
   deferred.doutput_TD = dy_TD;
   if (post_norm_) {
@@ -102,13 +102,14 @@ void Attention::backward_input(Context& c, const MicroBatch& batch, Tensor dy_TD
   {
     Arena::Scope scope(c.workspace);
     const Tensor do_TP = c.temporary(c.dtype, saved.o_TP.shape);
-    const Tensor delta_TH = c.temporary(DType::f32, {T, heads_});
+    const AttentionShape attention = shape(batch.sequences, batch.sequence_length, batch.sequence_length);
+    const int64_t scratch_bytes = c.ops.attention_scratch_bytes(attention, c.dtype);
+    const Tensor scratch = scratch_bytes > 0 ? c.temporary(DType::f32, {scratch_bytes / 4}) : Tensor{};
     linear_backward_input(c, deferred.doutput_TD, output_, {}, do_TP);
     const Tensor qk = q_norm_ ? saved.qk_TP : saved.qkv_TQ;
-    c.ops.attention_backward(shape(batch.sequences, batch.sequence_length, batch.sequence_length),
-                             qk.column_slice(0, q_width), qk.column_slice(q_width, kv_width),
-                             saved.qkv_TQ.column_slice(q_width + kv_width, kv_width), saved.o_TP, saved.lse_TH, do_TP,
-                             dq, dk, dv, delta_TH);
+    c.ops.attention_backward(attention, qk.column_slice(0, q_width), qk.column_slice(q_width, kv_width),
+                             saved.qkv_TQ.column_slice(q_width + kv_width, kv_width), saved.o_TP, saved.lse_BHS, do_TP,
+                             dq, dk, dv, scratch);
   }
   c.ops.rope(dq, batch.positions_T, heads_, rope_theta_, RopeDirection::backward, dq);
   c.ops.rope(dk, batch.positions_T, kv_heads_, rope_theta_, RopeDirection::backward, dk);

@@ -23,7 +23,7 @@ struct AttentionSaved {          // forward -> backward
   Tensor input_TD;               // input of the fused projection
   Tensor qkv_TQ;                 // projections; q and k rotated in place where there is no QK-norm
   Tensor qk_TP, q_statistics, k_statistics;  // with QK-norm: normalised, rotated q and k; P = (H + G) * W
-  Tensor o_TP, lse_TH;
+  Tensor o_TP, lse_BHS;
 };
 struct AttentionDeferred {  // backward_input -> backward_weight
   Tensor dqkv_TQ;

@@ -67,6 +67,10 @@ enum ControlSlot : int { kLearningRate, kCorrection1, kCorrection2, kClip, kFini
 
 struct AdamwConstants {
   float beta1, beta2, eps, weight_decay;
+  // Of the stochastic rounding of bf16 moments; not read for f32 ones.
+  Philox rounding{};
+  uint64_t step = 0;
+  int64_t first_index = 0;  ///< of the first element
 };
 
 class Ops {
@@ -119,12 +123,14 @@ class Ops {
   /// Rotary embedding, half-split: of each head (W = columns/heads, even) the pair (i, i + W/2) is turned by
   /// positions[t] * theta^(-2i/W); `backward` turns the other way. x real [T, heads*W], in place into y (may be x).
   virtual void rope(Tensor x, Tensor positions_T, int64_t heads, float theta, RopeDirection direction, Tensor y) = 0;
-  /// o = softmax(scale * q k^T) v. q, o [B*queries, H*W], k, v [B*keys, G*W], any pitches. lse f32 [B*queries, H] =
+  /// o = softmax(scale * q k^T) v. q, o [B*queries, H*W], k, v [B*keys, G*W], any pitches. lse f32 [B, H, queries] =
   /// log-sum-exp of the scaled scores, empty where no backward follows. No [queries, keys] matrix is kept.
   virtual void attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) = 0;
-  /// dq, dk, dv are overwritten. `delta` f32 [B*queries, H] is scratch.
+  /// dq, dk, dv are overwritten. `scratch` f32, contiguous, of at least attention_scratch_bytes().
   virtual void attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,
-                                  Tensor do_, Tensor dq, Tensor dk, Tensor dv, Tensor delta) = 0;
+                                  Tensor do_, Tensor dq, Tensor dk, Tensor dv, Tensor scratch) = 0;
+  /// For operands of type `dtype`; a multiple of 4. It depends on the backend's choice of a kernel.
+  virtual int64_t attention_scratch_bytes(const AttentionShape& shape, DType dtype) const = 0;
 
   // ---- gated MLP ----
   /// a[r] = silu(h[r, :F]) * h[r, F:] * gate[r]; gate[r] = gates[slots[r]] or 1 when gates is empty.
@@ -184,15 +190,26 @@ class Ops {
   /// From squares f64 [1] (of all gradients) and loss f64 [1]: control[kGradientNorm] = sqrt(squares), control[kClip] =
   /// min(1, clip_norm/(norm + 1e-6)) (1 where clip_norm <= 0), control[kFinite] = 1 if both are finite, else 0.
   virtual void clip_control(Tensor squares, Tensor loss, float clip_norm, Tensor control) = 0;
+  /// A f32 master as a bf16 weight and a 16-bit remainder, exactly, for every f32 that is not NaN: with b its bits as an
+  /// integer, weight = (b + 0x8000) >> 16 (round to nearest, ties away from zero) and remainder = b - (weight << 16) in [-0x8000, 0x7FFF].
+  /// master f32, weight bf16, remainder i16, all [n] contiguous.
+  virtual void split_master(Tensor master, Tensor weight, Tensor remainder) = 0;
+  virtual void join_master(Tensor weight, Tensor remainder, Tensor master) = 0;
   /// AdamW as in PyTorch (decoupled decay first). With g = clip * gradient:
   ///   w -= lr*wd*w;  m = b1*m + (1-b1)*g;  v = b2*v + (1-b2)*g^2;  w -= lr * (m/c1) / (sqrt(v/c2) + eps)
   /// lr, c1 = 1 - b1^t, c2 = 1 - b2^t, clip and the finite flag from control; nothing changes when the flag is 0.
-  /// master, m, v f32 (m, v may be bf16), gradient f32|bf16, all [n] contiguous; `weight` real [n] receives the rounded
-  /// master, or is the master itself.
+  /// gradient f32|bf16, all [n] contiguous. Either `weight` is f32 and master the same view, or `weight` is bf16 and
+  /// `master` the i16 remainder of split_master(), which are then read and written together.
+  /// m, v f32, or both bf16: then they are rounded stochastically, to the nearer neighbour with the greater probability:
+  /// to f32's bits the low (m) or high (v) 16 bits of word i%4 of constants.rounding(i/4, step) are added and the lower half is
+  /// dropped, i = first_index + position.
   virtual void adamw(const AdamwConstants& constants, Tensor control, Tensor gradient, Tensor master, Tensor m,
                      Tensor v, Tensor weight) = 0;
 };
 
 std::unique_ptr<Ops> make_cpu_ops();
+/// For a device of make_cuda_device(), on its stream. `deterministic` false allows cuDNN kernels whose sums have no fixed
+/// order. Error(kUsage) where cuDNN is older than the headers that the program was built with.
+std::unique_ptr<Ops> make_cuda_ops(Device& device, bool deterministic);
 
 }  // namespace optimus

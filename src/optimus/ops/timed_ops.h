@@ -69,8 +69,11 @@ class TimedOps : public Ops {
     time([&](Ops& ops) { ops.attention(shape, q, k, v, o, lse); });
   }
   void attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do_,
-                          Tensor dq, Tensor dk, Tensor dv, Tensor delta) override {
-    time([&](Ops& ops) { ops.attention_backward(shape, q, k, v, o, lse, do_, dq, dk, dv, delta); });
+                          Tensor dq, Tensor dk, Tensor dv, Tensor scratch) override {
+    time([&](Ops& ops) { ops.attention_backward(shape, q, k, v, o, lse, do_, dq, dk, dv, scratch); });
+  }
+  int64_t attention_scratch_bytes(const AttentionShape& shape, DType dtype) const override {
+    return inner_->attention_scratch_bytes(shape, dtype);
   }
   void swiglu(Tensor h, Tensor gates, Tensor slots, Tensor rows, Tensor a) override {
     time([&](Ops& ops) { ops.swiglu(h, gates, slots, rows, a); });
@@ -118,6 +121,12 @@ class TimedOps : public Ops {
   }
   void clip_control(Tensor squares, Tensor loss, float clip_norm, Tensor control) override {
     time([&](Ops& ops) { ops.clip_control(squares, loss, clip_norm, control); });
+  }
+  void split_master(Tensor master, Tensor weight, Tensor remainder) override {
+    time([&](Ops& ops) { ops.split_master(master, weight, remainder); });
+  }
+  void join_master(Tensor weight, Tensor remainder, Tensor master) override {
+    time([&](Ops& ops) { ops.join_master(weight, remainder, master); });
   }
   void adamw(const AdamwConstants& constants, Tensor control, Tensor gradient, Tensor master, Tensor m, Tensor v,
              Tensor weight) override {

@@ -27,9 +27,16 @@ class Device {
   /// Copies between host memory and the (contiguous) tensor. `to_host_wait` makes the host wait for the device.
   virtual void from_host(Tensor to, const void* from) = 0;
   virtual void to_host_wait(void* to, Tensor from) = 0;
+  /// Waits until the device has done all that it was asked for.
+  virtual void synchronise_wait() {}
 };
 
 std::unique_ptr<Device> make_cpu_device();
+/// GPU `index` of this machine. Throws Error(kUsage) with one sentence where it cannot be used (none there, a driver too
+/// old, an architecture that this program was not built for, a build without CUDA).
+std::unique_ptr<Device> make_cuda_device(int index);
+/// GPUs of this machine that the driver shows; 0 without a driver or in a build without CUDA.
+int cuda_devices();
 /// The shape of `kind` without memory.
 std::unique_ptr<Device> make_dry_device(DeviceKind kind);
 

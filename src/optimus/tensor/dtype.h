@@ -9,13 +9,14 @@
 
 namespace optimus {
 
-enum class DType : uint8_t { f32, bf16, f64, i32, i64 };
+enum class DType : uint8_t { f32, bf16, f64, i16, i32, i64 };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f32:
     case DType::i32: return 4;
-    case DType::bf16: return 2;
+    case DType::bf16:
+    case DType::i16: return 2;
     case DType::f64:
     case DType::i64: return 8;
   }
@@ -27,6 +28,7 @@ constexpr std::string_view name_of(DType dtype) {
     case DType::f32: return "f32";
     case DType::bf16: return "bf16";
     case DType::f64: return "f64";
+    case DType::i16: return "i16";
     case DType::i32: return "i32";
     case DType::i64: return "i64";
   }
@@ -62,6 +64,10 @@ constexpr DType dtype_of<bf16>() {
 template <>
 constexpr DType dtype_of<double>() {
   return DType::f64;
+}
+template <>
+constexpr DType dtype_of<int16_t>() {
+  return DType::i16;
 }
 template <>
 constexpr DType dtype_of<int32_t>() {

@@ -130,7 +130,6 @@ void scale_row(float* row, int64_t width, float factor) {
 void CpuOps::attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) {
   const int64_t width = shape.head_dim, queries = shape.queries, keys = shape.keys;
   if (queries == 0 || shape.sequences == 0) return;
-  const Rows<float> lse_rows(lse);
   const int64_t copies = q.dtype == DType::f32 ? 0 : (2 * keys + 2 * kQueryBlock) * width;
   const int64_t scratch_each = kQueryBlock * kKeyBlock + copies;
   float* scratch = scratch_.request<float>(scratch_each * omp_get_max_threads());
@@ -166,7 +165,7 @@ void CpuOps::attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v
         });
         for (int64_t r = 0; r < count; ++r) {
           scale_row(output.row(r), width, 1.0f / states[r].sum);
-          if (lse_rows) lse_rows[sequence * queries + first + r][head] = states[r].maximum + std::log(states[r].sum);
+          if (lse) lse.as<float>()[task * queries + first + r] = states[r].maximum + std::log(states[r].sum);
         }
         output_head.rows_from(first).round(output, count);
       }
@@ -174,11 +173,12 @@ void CpuOps::attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v
   });
 }
 
+int64_t CpuOps::attention_scratch_bytes(const AttentionShape&, DType) const { return 0; }
+
 void CpuOps::attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,
-                                Tensor do_, Tensor dq, Tensor dk, Tensor dv, Tensor delta) {
+                                Tensor do_, Tensor dq, Tensor dk, Tensor dv, Tensor) {
   const int64_t width = shape.head_dim, queries = shape.queries, keys = shape.keys;
   if (queries == 0 || shape.sequences == 0) return;
-  const Rows<float> lse_rows(lse), delta_rows(delta);
   const int64_t group = shape.heads / shape.kv_heads;
   const int64_t copies = q.dtype == DType::f32 ? 0 : (4 * keys + 3 * kQueryBlock) * width;
   const int64_t scratch_each = 2 * kQueryBlock * kKeyBlock + copies;
@@ -216,13 +216,15 @@ void CpuOps::attention_backward(const AttentionShape& shape, Tensor q, Tensor k,
           const Matrix query = query_head.rows_from(first).load(count, query_copy);
           const Matrix doutput = doutput_head.rows_from(first).load(count, doutput_copy);
           const Matrix dquery = dquery_head.rows_from(first).result(dquery_copy);
+          const float* row_lses = lse.as<float>() + (sequence * shape.heads + head) * queries + first;
+          float row_deltas[kQueryBlock];
           for (int64_t r = 0; r < count; ++r) {
             const T* output = output_head.rows_from(first + r).data;
             const float* gradient = doutput.row(r);
             float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < width; ++i) sum += gradient[i] * float(output[i]);
-            delta_rows[sequence * queries + first + r][head] = sum;
+            row_deltas[r] = sum;
           }
           for_each_block(shape, first, count, [&](int64_t first_key, int64_t key_count) {
             const Matrix key_block{key.row(first_key), key.pitch}, value_block{value.row(first_key), value.pitch};
@@ -230,9 +232,9 @@ void CpuOps::attention_backward(const AttentionShape& shape, Tensor q, Tensor k,
             multiply(doutput, Transpose::no, value_block, Transpose::yes, ds, count, key_count, width, false);
             for (int64_t r = 0; r < count; ++r) {
               const int64_t visible = std::clamp<int64_t>(visible_keys(shape, first + r) - first_key, 0, key_count);
-              const float row_lse = lse_rows[sequence * queries + first + r][head];
+              const float row_lse = row_lses[r];
               const float scale = shape.scale;
-              const float row_delta = delta_rows[sequence * queries + first + r][head];
+              const float row_delta = row_deltas[r];
               float* p_row = p.row(r);
               float* ds_row = ds.row(r);
               const int64_t padded = mask_row(p_row, visible);

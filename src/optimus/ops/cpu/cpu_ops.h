@@ -37,7 +37,8 @@ class CpuOps final : public Ops {
   void rope(Tensor x, Tensor positions_T, int64_t heads, float theta, RopeDirection direction, Tensor y) override;
   void attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) override;
   void attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do_,
-                          Tensor dq, Tensor dk, Tensor dv, Tensor delta) override;
+                          Tensor dq, Tensor dk, Tensor dv, Tensor scratch) override;
+  int64_t attention_scratch_bytes(const AttentionShape& shape, DType dtype) const override;
 
   // swiglu.cpp
   void swiglu(Tensor h_R2F, Tensor gates, Tensor slots, Tensor rows, Tensor a_RF) override;
@@ -66,6 +67,8 @@ class CpuOps final : public Ops {
   // optimizer.cpp
   void sum_squares(Tensor x, Tensor out) override;
   void clip_control(Tensor squares, Tensor loss, float clip_norm, Tensor control) override;
+  void split_master(Tensor master, Tensor weight, Tensor remainder) override;
+  void join_master(Tensor weight, Tensor remainder, Tensor master) override;
   void adamw(const AdamwConstants& constants, Tensor control, Tensor gradient, Tensor master, Tensor m, Tensor v,
              Tensor weight) override;
 

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "optimus/ops/cuda/limits.h"
 #include "optimus/ops/ops.h"
 
 namespace optimus {
@@ -22,6 +23,9 @@ struct OpRecord {
 
 class DryOps final : public Ops {
  public:
+  /// Scratch is counted as the kind's kernels would want it.
+  explicit DryOps(DeviceKind kind = DeviceKind::cpu, bool deterministic = true)
+      : kind_(kind), deterministic_(deterministic) {}
   const std::vector<OpRecord>& records() const { return records_; }
   double total_flops() const;
   void clear() { records_.clear(); }
@@ -68,10 +72,13 @@ class DryOps final : public Ops {
     record("attention", attention_flops(shape), {q, k, v, o, lse});
   }
   void attention_backward(const AttentionShape& shape, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do_,
-                          Tensor dq, Tensor dk, Tensor dv, Tensor delta) override {
-    record("attention_backward", 2.0 * attention_flops(shape), {q, k, v, o, lse, do_, dq, dk, dv, delta});
+                          Tensor dq, Tensor dk, Tensor dv, Tensor) override {
+    record("attention_backward", 2.0 * attention_flops(shape), {q, k, v, o, lse, do_, dq, dk, dv});
   }
 
+  int64_t attention_scratch_bytes(const AttentionShape& shape, DType dtype) const override {
+    return kind_ == DeviceKind::cuda ? cuda::attention_scratch_bytes(shape, dtype, deterministic_) : 0;
+  }
   void swiglu(Tensor h, Tensor, Tensor slots, Tensor rows, Tensor a) override {
     record("swiglu", 0, {}, bytes_of_rows({h, slots, a}, balanced_rows(h, rows)));
   }
@@ -116,9 +123,16 @@ class DryOps final : public Ops {
 
   void sum_squares(Tensor x, Tensor) override { record("sum_squares", 0, {x}); }
   void clip_control(Tensor, Tensor, float, Tensor) override { record("clip_control", 0, {}); }
+  void split_master(Tensor master, Tensor weight, Tensor remainder) override {
+    record("split_master", 0, {master, weight, remainder});
+  }
+  void join_master(Tensor weight, Tensor remainder, Tensor master) override {
+    record("join_master", 0, {weight, remainder, master});
+  }
   void adamw(const AdamwConstants&, Tensor, Tensor gradient, Tensor master, Tensor m, Tensor v,
              Tensor weight) override {
-    record("adamw", 0, {gradient, master, master, m, m, v, v, weight.same_view(master) ? Tensor{} : weight});
+    const Tensor split = weight.same_view(master) ? Tensor{} : weight;
+    record("adamw", 0, {gradient, master, master, m, m, v, v, split, split});
   }
 
  private:
@@ -158,6 +172,8 @@ class DryOps final : public Ops {
     records_.push_back({op, flops, bytes});
   }
 
+  DeviceKind kind_;
+  bool deterministic_;
   std::vector<OpRecord> records_;
   std::map<const void*, double> routed_rows_;  ///< balanced_rows by where the number of rows would be
 };

@@ -1,0 +1,29 @@
+#include "optimus/ops/cuda/cuda_ops.h"
+
+#include "optimus/ops/cuda/cudnn_attention.h"
+#include "optimus/ops/cuda/matmul.h"
+
+namespace optimus {
+namespace cuda {
+
+CudaOps::CudaOps(CudaDevice& device, bool deterministic)
+    : device_(device),
+      stream_(device.stream()),
+      deterministic_(deterministic),
+      scratch_(device),
+      matmuls_(std::make_unique<Matmuls>(device)),
+      cudnn_(std::make_unique<CudnnAttention>(device, deterministic)) {}
+
+CudaOps::~CudaOps() = default;
+
+int64_t CudaOps::attention_scratch_bytes(const AttentionShape& shape, DType dtype) const {
+  return cuda::attention_scratch_bytes(shape, dtype, deterministic_);
+}
+
+}  // namespace cuda
+
+std::unique_ptr<Ops> make_cuda_ops(Device& device, bool deterministic) {
+  return std::make_unique<cuda::CudaOps>(cuda::as_cuda(device), deterministic);
+}
+
+}  // namespace optimus

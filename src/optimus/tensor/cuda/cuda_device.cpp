@@ -1,0 +1,119 @@
+#include "optimus/tensor/cuda/cuda_device.h"
+
+#include <cstring>
+
+namespace optimus {
+namespace cuda {
+
+void check(cudaError_t status, const char* call) {
+  if (status == cudaSuccess) return;
+  const ErrorKind kind = status == cudaErrorMemoryAllocation ? ErrorKind::kMemory : ErrorKind::kCommunication;
+  fail(kind, "the GPU failed: {} ({}) in {}", cudaGetErrorString(status), cudaGetErrorName(status), call);
+}
+
+bool has_kernels_for_current_device();  // architecture.cu
+
+namespace {
+
+std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
+
+// Number of GPUs, or one sentence why there is none to use.
+int count_devices() {
+  int devices = 0, driver = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status == cudaSuccess) return devices;
+  cudaGetLastError();  // the error would be reported again by the next call
+  cudaDriverGetVersion(&driver);
+  require(driver == 0 || driver >= CUDART_VERSION / 1000 * 1000, ErrorKind::kUsage,
+          "the NVIDIA driver on this machine is for CUDA {}, and this program needs CUDA {}: update the driver, or use "
+          "run.device = \"cpu\"",
+          version_text(driver), version_text(CUDART_VERSION));
+  require(status != cudaErrorInsufficientDriver || driver != 0, ErrorKind::kUsage,
+          "this machine has no NVIDIA driver, so no GPU can be used: use run.device = \"cpu\"");
+  require(status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver, ErrorKind::kUsage,
+          "the GPUs of this machine cannot be used: {}", cudaGetErrorString(status));
+  return 0;
+}
+
+}  // namespace
+
+CudaDevice::CudaDevice(int index)
+    : index_([&] {
+        const int devices = count_devices();
+        require(index < devices, ErrorKind::kUsage,
+                "GPU {} was asked for, but {}: start fewer ranks on this machine, or use "
+                "run.device = \"cpu\"",
+                index, devices == 0 ? "this machine shows no GPU" : fmt::format("this machine shows {}", devices));
+        OPTIMUS_CUDA(cudaSetDevice(index));
+        return index;
+      }()) {
+  cudaDeviceProp properties;
+  OPTIMUS_CUDA(cudaGetDeviceProperties(&properties, index));
+  multiprocessors_ = properties.multiProcessorCount;
+  architecture_ = properties.major * 10 + properties.minor;
+  require(has_kernels_for_current_device(), ErrorKind::kUsage,
+          "GPU {} is a {} of compute capability {}.{}, and this program was built for {}: build it with "
+          "-DOPTIMUS_CUDA_ARCHITECTURES={}",
+          index, properties.name, properties.major, properties.minor, OPTIMUS_CUDA_ARCHITECTURES, architecture_);
+  OPTIMUS_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), size_t(kStagingBytes)));
+  size_t free = 0, total = 0;
+  OPTIMUS_CUDA(cudaMemGetInfo(&free, &total));
+  capacity_ = int64_t(free);
+}
+
+CudaDevice::~CudaDevice() { cudaFreeHost(staging_); }
+
+void* CudaDevice::allocate(int64_t bytes) {
+  void* data = nullptr;
+  const cudaError_t status = cudaMalloc(&data, size_t(std::max<int64_t>(bytes, 1)));
+  require(status != cudaErrorMemoryAllocation, ErrorKind::kMemory, "GPU {} refused {:.2f} GiB of memory", index_,
+          double(bytes) / 0x1p30);
+  check(status, "cudaMalloc");
+  return data;
+}
+
+void CudaDevice::release(void* data, int64_t) { cudaFree(data); }
+
+void CudaDevice::from_host(Tensor to, const void* from) {
+  const int64_t bytes = to.bytes();
+  if (bytes == 0) return;
+  if (bytes > kStagingBytes) {
+    OPTIMUS_CUDA(cudaMemcpyAsync(to.data, from, size_t(bytes), cudaMemcpyHostToDevice, stream_));
+    OPTIMUS_CUDA(cudaStreamSynchronize(stream_));
+    return;
+  }
+  if (staged_ + bytes > kStagingBytes) {  // the ring begins anew when what it held has arrived
+    OPTIMUS_CUDA(cudaStreamSynchronize(stream_));
+    staged_ = 0;
+  }
+  std::memcpy(staging_ + staged_, from, size_t(bytes));
+  OPTIMUS_CUDA(cudaMemcpyAsync(to.data, staging_ + staged_, size_t(bytes), cudaMemcpyHostToDevice, stream_));
+  staged_ += (bytes + 63) / 64 * 64;
+}
+
+void CudaDevice::to_host_wait(void* to, Tensor from) {
+  if (from.bytes() == 0) return;
+  OPTIMUS_CUDA(cudaMemcpyAsync(to, from.data, size_t(from.bytes()), cudaMemcpyDeviceToHost, stream_));
+  OPTIMUS_CUDA(cudaStreamSynchronize(stream_));
+}
+
+void CudaDevice::synchronise_wait() { OPTIMUS_CUDA(cudaStreamSynchronize(stream_)); }
+
+CudaDevice& as_cuda(Device& device) {
+  auto* cuda = dynamic_cast<CudaDevice*>(&device);
+  expects(cuda != nullptr, "a GPU's kernels were asked to run on another device");
+  return *cuda;
+}
+
+}  // namespace cuda
+
+std::unique_ptr<Device> make_cuda_device(int index) { return std::make_unique<cuda::CudaDevice>(index); }
+
+int cuda_devices() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) == cudaSuccess) return devices;
+  cudaGetLastError();
+  return 0;
+}
+
+}  // namespace optimus

@@ -1,0 +1,47 @@
+// One GPU: its memory, its compute stream, and what kernels want to know of it. For CUDA sources only.
+#pragma once
+
+#include "optimus/tensor/cuda/runtime.h"
+#include "optimus/tensor/device.h"
+
+namespace optimus::cuda {
+
+class CudaDevice final : public Device {
+ public:
+  /// Throws Error(kUsage) with one sentence where there is no such GPU, its driver is too old for this build's CUDA, or its
+  /// architecture is not among those that the program was compiled for.
+  explicit CudaDevice(int index);
+  ~CudaDevice() override;
+
+  DeviceKind kind() const override { return DeviceKind::cuda; }
+  /// What was free when the device was opened, with its context and modules loaded.
+  int64_t capacity() const override { return capacity_; }
+  void* allocate(int64_t bytes) override;
+  void release(void* data, int64_t bytes) override;
+  /// In order on the compute stream. `from` may be reused at once.
+  void from_host(Tensor to, const void* from) override;
+  void to_host_wait(void* to, Tensor from) override;
+  void synchronise_wait() override;
+
+  int index() const { return index_; }
+  cudaStream_t stream() const { return stream_; }
+  int multiprocessors() const { return multiprocessors_; }
+  /// Compute capability, 90 for 9.0.
+  int architecture() const { return architecture_; }
+
+ private:
+  static constexpr int64_t kStagingBytes = int64_t(8) << 20;
+
+  int index_;
+  int multiprocessors_ = 0, architecture_ = 0;
+  int64_t capacity_ = 0;
+  Stream stream_;
+  // Host memory that the device copies from and to: a ring for small copies on their way to the device.
+  std::byte* staging_ = nullptr;
+  int64_t staged_ = 0;
+};
+
+/// The device behind the interface; anything else is a bug.
+CudaDevice& as_cuda(Device& device);
+
+}  // namespace optimus::cuda

@@ -21,6 +21,6 @@ function(optimus_add_cuda target)
   target_compile_definitions(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:NDEBUG>
     OPTIMUS_CUDA_ARCHITECTURES="${OPTIMUS_CUDA_ARCHITECTURES}")
   target_compile_definitions(${target} PUBLIC OPTIMUS_HAS_CUDA=1)
-  target_link_libraries(${target} PRIVATE CUDA::cudart_static CUDA::cublasLt cuDNN::cuDNN NCCL::NCCL
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static CUDA::cublasLt CUDA::nvrtc cuDNN::cuDNN NCCL::NCCL
     CudnnFrontend::headers CUTLASS::headers CUDA::nvtx3)
 endfunction()

@@ -46,6 +46,20 @@ TEST(SelfCommunicator, CopiesBetweenDifferentTensors) {
   EXPECT_EQ(to, (std::array<float, 6>{1, 2, 3, 4, 0, 0}));
 }
 
+TEST(SelfCommunicator, CopiesByTheMemorysOwnMeans) {
+  std::vector<std::array<int64_t, 3>> copies;
+  const auto self = make_self_communicator([&](void* to, const void* from, int64_t bytes) {
+    copies.push_back({int64_t(uintptr_t(to)), int64_t(uintptr_t(from)), bytes});
+  });
+  const auto device = make_dry_device(DeviceKind::cuda);
+  const Tensor a(device->allocate(64), DType::i16, {8, 4}), b(device->allocate(64), DType::i16, {8, 4});
+  self->all_gather(a, b);
+  self->start_all_to_all(a, Counts{3}, b, Counts{3})->wait();
+  self->all_gather(a, a);
+  const int64_t to(uintptr_t(b.data)), from(uintptr_t(a.data));
+  EXPECT_EQ(copies, (std::vector<std::array<int64_t, 3>>{{to, from, 64}, {to, from, 24}}));
+}
+
 TEST(SelfCommunicator, TouchesNoMemoryInPlaceNorWhereThereIsNone) {
   const auto self = make_self_communicator();
   const auto device = make_dry_device(DeviceKind::cpu);

@@ -7,8 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "distributed/processes.h"
-#include "support/tiny_model.h"
+#include "distributed/machine.h"
 
 namespace optimus::test {
 
@@ -67,6 +66,6 @@ void expect_state_after(Engine& engine, Device& device, const ReferenceRun& refe
 HostBatch part_of(const HostBatch& whole, int64_t first, int64_t count);
 
 /// Expects the weights of all ranks that replicate a bucket to have the same bits. Collective.
-void expect_replicas_equal(Engine& engine);
+void expect_replicas_equal(LayoutRun& run);
 
 }  // namespace optimus::test

@@ -72,7 +72,7 @@ TEST_P(Resharding, ACheckpointDescribesTheModelNotTheLayout) {
       LayoutRun reader(variant, to, precision);
       Checkpoint checkpoint(written);
       load_state(*reader.engine, checkpoint, processes());
-      expect_replicas_equal(*reader.engine);
+      expect_replicas_equal(reader);
       const fs::path again = folder / fmt::format("{}", number++);
       save(reader, again, 2);
       if (processes().rank() == 0) {
@@ -225,7 +225,7 @@ TEST(Precision, Bf16ReplicasStayEqualAndFollowOneRank) {
       run.engine->step(step, run.batch(step));
       EXPECT_NEAR(run.engine->result_wait().loss, reference_of(variant, "sequence").results[size_t(step)].loss, 0.05);
       run.engine->weights_wait();
-      expect_replicas_equal(*run.engine);
+      expect_replicas_equal(run);
     }
   }
 }

@@ -83,6 +83,10 @@ std::vector<AttentionShape> attention_shapes() {
   add(1, 130, 130, 2, 2, 16);  // several tiles of queries
   add(1, 30, 520, 1, 1, 16);   // several tiles of keys
   add(2, 9, 9, 2, 1, 128);
+  add(2, 128, 128, 4, 2, 64);  // whole tiles
+  add(1, 200, 200, 2, 2, 128);
+  add(1, 64, 192, 2, 1, 128);
+  add(1, 33, 33, 1, 1, 256);
   add(0, 4, 4, 2, 1, 16);
   return out;
 }

@@ -16,7 +16,7 @@ const std::vector<Shape> kShapes = {{1}, {0, 5}, {3, 7}, {33, 19}, {2, 3, 5}, {4
 
 TEST_P(ElementwiseTest, Fill) {
   for (const Shape& shape : kShapes)
-    for (DType type : {DType::f32, DType::bf16, DType::i32, DType::f64})
+    for (DType type : {DType::f32, DType::bf16, DType::i16, DType::i32, DType::i64, DType::f64})
       for (Layout layout : {Layout::contiguous, Layout::pitched})
         for (double value : {0.0, -3.0}) {
           SCOPED_TRACE(fmt::format("{} {} {}", shape.text(), name_of(type), value));
@@ -43,6 +43,43 @@ TEST_P(ElementwiseTest, CopyBetweenTypesAndPitches) {
               for (double& value : expected) value = double(float(bf16(float(value))));
             EXPECT_EQ(w.read(y), expected);
           }
+}
+
+TEST_P(ElementwiseTest, CopyOfOtherTypes) {
+  for (const Shape& shape : kShapes)
+    for (DType type : {DType::i16, DType::i32, DType::i64, DType::f64})
+      for (Layout layout_from : {Layout::contiguous, Layout::pitched})
+        for (Layout layout_to : {Layout::contiguous, Layout::pitched}) {
+          SCOPED_TRACE(fmt::format("{} {}", shape.text(), name_of(type)));
+          Workspace w(device());
+          const Tensor x = w.input(type, shape, normal_values(shape.elements(), 1, 0, 1e4), layout_from);
+          const Tensor y = w.output(type, shape, layout_to);
+          w.run([&] { ops().copy(x, y); });
+          EXPECT_EQ(w.read(y), w.read(x));
+        }
+}
+
+// Operands that begin anywhere: an element past a boundary, not all the same.
+TEST_P(ElementwiseTest, Slices) {
+  const int64_t count = 203, size = 190;
+  for (DType type : {DType::f32, DType::bf16})
+    for (int64_t a : {0, 1, 3})
+      for (int64_t b : {0, 1, 4}) {
+        SCOPED_TRACE(fmt::format("{} {} {}", name_of(type), a, b));
+        Workspace w(device());
+        const Tensor x = w.input(type, {count}, normal_values(count, 1)).slice(a, size);
+        const Tensor y = w.output(type, {count}), z = w.output(type, {count}), filled = w.output(type, {count});
+        w.run([&] {
+          ops().copy(x, y.slice(b, size));
+          ops().add(x, x, z.slice(b, size));
+          ops().fill(filled.slice(b, size), 2.0);
+        });
+        EXPECT_EQ(w.read(y.slice(b, size)), w.read(x));
+        EXPECT_EQ(w.read(z.slice(b, size)), reference::sum(w.read(x), w.read(x)));
+        EXPECT_EQ(w.read(filled.slice(b, size)), Values(size_t(size), 2.0));
+        for (const Tensor& out : {y, z, filled})
+          EXPECT_TRUE(w.untouched(out.slice(0, b)) && w.untouched(out.slice(b + size, count - b - size)));
+      }
 }
 
 TEST_P(ElementwiseTest, CopyRoundsToNearestEven) {

@@ -58,6 +58,40 @@ TEST_P(EmbeddingTest, GradientSumsTokensAndSkipsPadding) {
           }
 }
 
+// Few tokens that occur often: a token's sum may be shared out, and must still be the same each time.
+TEST_P(EmbeddingTest, GradientOfFrequentTokens) {
+  const int64_t tokens = 1500, vocabulary = 300;
+  const std::vector<std::function<int64_t(int64_t)>> kinds = {
+      [](int64_t) { return 7; },                           // one token alone
+      [](int64_t t) { return t % 3 == 0 ? 299 : t % 3; },  // three in turn
+      [](int64_t t) { return t < 500    ? 5
+                             : t < 1100 ? 256
+                                        : 0; },   // one after the other
+      [](int64_t t) { return t % 4 == 0 ? t * 13 % 300 : 128; },    // one among many
+      [](int64_t t) { return (t / 64) % 2 == 0 ? t / 64 : 255; }};  // at the edges of powers of two
+  for (size_t kind = 0; kind < kinds.size(); ++kind)
+    for (int64_t hidden : {5, 24})
+      for (int64_t padding : {int64_t(-1), int64_t(5)})
+        for (Write write : {Write::overwrite, Write::accumulate})
+          for (DType type : {DType::f32, DType::bf16}) {
+            SCOPED_TRACE(fmt::format("kind {} hidden {} padding {} write {} {}", kind, hidden, padding, int(write),
+                                     name_of(type)));
+            Workspace w(device());
+            Indices ids;
+            for (int64_t t = 0; t < tokens; ++t) ids.push_back(kinds[kind](t));
+            const Tensor ids_T = w.indices({tokens}, ids);
+            const Tensor dy_TD = w.input(type, {tokens, hidden}, normal_values(tokens * hidden, 1));
+            const Shape shape{vocabulary, hidden};
+            const Tensor dw_VD = write == Write::overwrite
+                                     ? w.output(DType::f32, shape)
+                                     : w.in_out(DType::f32, shape, normal_values(vocabulary * hidden, 2));
+            Values expected = reference::embedding_backward(ids, w.read(dy_TD), vocabulary, hidden, padding);
+            if (write == Write::accumulate) expected = reference::sum(expected, w.read(dw_VD));
+            w.run([&] { ops().embedding_backward(ids_T, dy_TD, dw_VD, padding, write); });
+            EXPECT_TRUE(close(w.read(dw_VD), expected, 1e-5));
+          }
+}
+
 // <embedding(w), dy> = <w, embedding_backward(dy)>: the gradient is the adjoint of the lookup.
 TEST_P(EmbeddingTest, GradientIsTheAdjoint) {
   const int64_t tokens = 40, vocabulary = 11, hidden = 9;

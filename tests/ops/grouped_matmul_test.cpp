@@ -138,6 +138,19 @@ TEST_P(GroupedMatmulTest, EveryCountUpTo33) {
   for (DType type : {DType::f32, DType::bf16}) check_all(device(), ops(), {counts, 20, 24, type});
 }
 
+// Widths and counts around the tiles of tensor-core kernels, more experts than one looks at at once, and empty ones among
+// them.
+TEST_P(GroupedMatmulTest, WidthsOfWholeTiles) {
+  const std::vector<Indices> table = {{130, 0, 257, 1, 64, 0, 5}, {0, 0, 300}, {0, 0, 0, 0}};
+  for (const Indices& counts : table)
+    for (const auto& [n, k] : std::vector<std::pair<int64_t, int64_t>>{{64, 64}, {128, 192}, {264, 136}})
+      for (Layout layout : {Layout::contiguous, Layout::pitched})
+        check_all(device(), ops(), {counts, n, k, DType::bf16, layout});
+  Indices many(70);
+  for (int64_t i = 0; i < 70; ++i) many[size_t(i)] = i % 3 == 1 ? 0 : (i * 7) % 23;
+  check_all(device(), ops(), {many, 72, 64, DType::bf16});
+}
+
 TEST_P(GroupedMatmulTest, OddWidths) {
   for (const auto& [n, k] : std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {3, 130}, {65, 7}, {33, 17}})
     for (DType type : {DType::f32, DType::bf16}) check_all(device(), ops(), {{6, 0, 17, 1}, n, k, type});

@@ -12,8 +12,8 @@ struct LossCase {
   int64_t tokens, vocabulary;
   double mean = 0, deviation = 2;
 };
-const std::vector<LossCase> kCases = {{1, 1},    {1, 2},         {7, 33},        {19, 257},
-                                      {5, 1000}, {8, 48, 80, 1}, {6, 40, 0, 30}, {0, 16}};
+const std::vector<LossCase> kCases = {{1, 1},         {1, 2},         {7, 33}, {19, 257}, {5, 1000},
+                                      {8, 48, 80, 1}, {6, 40, 0, 30}, {0, 16}, {2, 9000}, {2, 60008}};
 
 /// Rows 2, 5, 8, ... have weight 0 and a target that is no token.
 struct Targets {

@@ -68,6 +68,15 @@ TEST_P(MatmulTest, SizesAroundTilesAndVectors) {
       check(device(), ops(), {m, n, k, Transpose::no, Transpose::yes, Addend::none, type, type, Layout::contiguous});
 }
 
+TEST_P(MatmulTest, WholeTiles) {
+  for (const auto& [m, n, k] : std::vector<std::array<int64_t, 3>>{{256, 384, 512}, {512, 136, 264}})
+    for (Transpose ta : {Transpose::no, Transpose::yes})
+      for (Transpose tb : {Transpose::no, Transpose::yes})
+        for (Addend addend : {Addend::none, Addend::same})
+          for (DType out : {DType::f32, DType::bf16})
+            check(device(), ops(), {m, n, k, ta, tb, addend, DType::bf16, out, Layout::contiguous});
+}
+
 // No tokens: the forward product has no rows, the weight gradient has nothing to sum.
 TEST_P(MatmulTest, EmptyDimensions) {
   for (DType type : {DType::f32, DType::bf16})

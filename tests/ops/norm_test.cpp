@@ -147,6 +147,18 @@ TEST_P(NormTest, Backward) {
 }
 
 // mean(x^2) - mean(x)^2 in f32 would lose this variance.
+TEST_P(NormTest, ModelWidths) {
+  for (const auto& [rows, groups, width] :
+       std::vector<std::array<int64_t, 3>>{{9, 1, 512}, {7, 1, 2048}, {5, 1, 4096}, {3, 1, 8192}, {40, 16, 128}})
+    for (DType type : {DType::f32, DType::bf16})
+      for (NormKind kind : {NormKind::rms, NormKind::layer}) {
+        const NormCase c{kind, Affine::weight, rows, groups, width, Addend::other, type};
+        check_forward(device(), ops(), c);
+        for (Write write : {Write::overwrite, Write::accumulate})
+          check_backward(device(), ops(), c, DType::f32, write, false);
+      }
+}
+
 TEST_P(NormTest, LayerVarianceOfRowsFarFromZero) {
   const int64_t rows = 6, width = 64;
   Workspace w(device());

@@ -26,7 +26,8 @@ std::vector<RouterCase> cases() {
   };
   const std::vector<Size> sizes = {{1, 1, 1, 1, 1, 1},    {13, 8, 2, 1, 1, 13},    {24, 16, 4, 4, 2, 8},
                                    {37, 13, 3, 1, 1, 37}, {20, 64, 8, 8, 3, 5},    {6, 160, 6, 1, 1, 3},
-                                   {9, 4, 4, 1, 1, 3},    {300, 16, 4, 1, 1, 150}, {0, 8, 2, 1, 1, 4}};
+                                   {9, 4, 4, 1, 1, 3},    {300, 16, 4, 1, 1, 150}, {0, 8, 2, 1, 1, 4},
+                                   {5, 512, 8, 1, 1, 5},  {3, 600, 40, 1, 1, 3},   {200, 64, 8, 1, 1, 200}};
   for (const Size& s : sizes)
     for (ScoreKind score : {ScoreKind::softmax, ScoreKind::sigmoid})
       for (bool normalize : {false, true})

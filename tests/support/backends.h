@@ -18,10 +18,17 @@ namespace optimus::test {
 struct Backend {
   std::string name;
   std::unique_ptr<Device> (*make_device)();
-  std::unique_ptr<Ops> (*make_ops)();
+  std::unique_ptr<Ops> (*make_ops)(Device&);
 };
 
-inline std::vector<Backend> backends() { return {{"cpu", make_cpu_device, make_cpu_ops}}; }
+/// The CPU, and the GPU where this build and this machine have one.
+inline std::vector<Backend> backends() {
+  std::vector<Backend> out{{"cpu", make_cpu_device, [](Device&) { return make_cpu_ops(); }}};
+  if (cuda_devices() > 0)
+    out.push_back(
+        {"cuda", [] { return make_cuda_device(0); }, [](Device& device) { return make_cuda_ops(device, true); }});
+  return out;
+}
 
 inline void PrintTo(const Backend& backend, std::ostream* out) { *out << backend.name; }
 
@@ -32,7 +39,7 @@ class OpsTest : public ::testing::TestWithParam<Backend> {
 
  private:
   std::unique_ptr<Device> device_ = GetParam().make_device();
-  std::unique_ptr<Ops> ops_ = GetParam().make_ops();
+  std::unique_ptr<Ops> ops_ = GetParam().make_ops(*device_);
 };
 
 }  // namespace optimus::test

@@ -1,15 +1,25 @@
 // Small runs for tests of the engine and everything above it.
 #pragma once
 
+#include <cstdlib>
 #include <random>
 
+#include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
 
 namespace optimus::test {
 
-/// A configuration from TOML; `use` as for the product's own loader.
+/// What tests of engines run on: OPTIMUS_TEST_DEVICE ("cpu" or "cuda"), by default the CPU.
+inline std::string test_device() {
+  const char* device = std::getenv("OPTIMUS_TEST_DEVICE");
+  return device ? device : "cpu";
+}
+
+/// A configuration from TOML, in f32 on the tests' device unless the overrides say otherwise.
 inline RunConfig config_of(const std::string& text, const std::vector<std::string>& overrides = {}) {
-  return parse_config(text, "test.toml", overrides, ConfigUse::shape);
+  std::vector<std::string> all{"run.device=" + test_device(), "precision.compute=f32"};
+  all.insert(all.end(), overrides.begin(), overrides.end());
+  return parse_config(text, "test.toml", all, ConfigUse::shape);
 }
 
 /// A model with everything at once: a dense first layer, experts, grouped-query attention, QK-norm, z-loss.
@@ -45,13 +55,24 @@ inline HostBatch random_batch(const RunConfig& config, uint64_t seed) {
   return next_token_batch(std::move(tokens), config.model.sequence);
 }
 
-/// A CPU engine with its device, initialised from config.train.seed.
+/// An engine with its device, initialised from config.train.seed.
 struct TestRun {
   explicit TestRun(const RunConfig& config, EngineUse use = EngineUse::train)
-      : device(make_cpu_device()), engine(make_engine(config, use, *device, plan_engine(config, use))) {
+      : device(open_device(config, *make_single_process())),
+        engine(make_engine(config, use, *device, plan_engine(config, use))) {
     engine->initialise(uint64_t(config.train.seed));
   }
-  std::vector<float> weights() { return read_floats_wait(*device, engine->master_weights().buffer); }
+  /// As training keeps them, in the table's layout.
+  std::vector<float> weights() {
+    const FlatState state = engine->master_weights();
+    std::vector<float> values(size_t(state.buffer.elements()));
+    for (const FlatRange& held : state.held)
+      engine->read_state(state, held.offset, held.count, [&](Tensor piece, int64_t first) {
+        const std::vector<float> floats = read_floats_wait(*device, piece);
+        std::copy(floats.begin(), floats.end(), values.begin() + first);
+      });
+    return values;
+  }
   std::vector<float> gradients() { return read_floats_wait(*device, engine->gradients()); }
 
   std::unique_ptr<Device> device;

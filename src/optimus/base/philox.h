@@ -60,13 +60,13 @@ inline Philox philox_for(uint64_t seed, std::string_view purpose) {
 OPTIMUS_HOST_DEVICE inline float to_uniform(uint32_t word) { return (float(word >> 9) + 0.5f) * 0x1p-23f; }
 
 /// Box-Muller: a standard normal number from two random words.
-inline float normal_from(uint32_t radius_word, uint32_t angle_word) {
+OPTIMUS_HOST_DEVICE inline float normal_from(uint32_t radius_word, uint32_t angle_word) {
   const double radius = std::sqrt(-2.0 * std::log((double(radius_word) + 0.5) * 0x1p-32));
   return float(radius * std::cos(6.283185307179586 * (double(angle_word) * 0x1p-32)));
 }
 
 /// Normal number `index` of a stream, of the two words that belong to it, so that neighbours are independent.
-inline float normal_at(const Philox& generator, uint64_t index, uint64_t stream) {
+OPTIMUS_HOST_DEVICE inline float normal_at(const Philox& generator, uint64_t index, uint64_t stream) {
   uint32_t words[4];
   generator(index >> 1, stream, words);
   const int pair = int(index & 1) * 2;

@@ -1,18 +1,22 @@
-// optimus bench step CONFIG.toml [--set ...] [--json]   whole training steps against the machine's own ceiling
-// optimus bench ops  CONFIG.toml [--set ...] [--json]   the same steps op by op
+// optimus bench step CONFIG.toml [--set ...] [--profile] [--json]       whole training steps against the machine's own
+//                                                                       ceiling; with --profile op by op
+// optimus bench ops  CONFIG.toml [--set ...] [--only TEXT] [--json]     every kernel alone, see bench_ops.cpp
 //
 // Under mpirun the ranks share the work as the configuration says; with a pipeline, `step` also reports the bubble, as
 // measured and as the schedule's simulation has it with the measured times of its actions.
 //
 // Rates are medians of repeated steps on real data where data.train exists and on random tokens otherwise; routing is
-// whatever the router chooses. The ceiling is a 2048-cubed f32 product, measured before and after in the same process.
+// whatever the router chooses. The ceiling is that of bench_ops.h, measured in the same process before the steps.
 #include <chrono>
+#include <numeric>
 
 #include <CLI/CLI.hpp>
 
+#include "optimus/cli/bench_ops.h"
 #include "optimus/cli/commands.h"
 #include "optimus/cli/ranks.h"
 #include "optimus/ops/timed_ops.h"
+#include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
 #include "optimus/train/metrics.h"
 
@@ -23,6 +27,8 @@ struct BenchOptions {
   std::string config;
   std::vector<std::string> overrides;
   int64_t steps = 20;
+  bool profile = false;
+  std::string only;
   bool json = false;
 };
 
@@ -32,25 +38,6 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
-}
-
-// FLOP/s of a 2048-cubed f32 product.
-double product_ceiling() {
-  constexpr int64_t kSize = 2048;
-  const auto device = make_cpu_device();
-  const auto ops = make_cpu_ops();
-  Arena arena(*device, "ceiling", 3 * kSize * kSize * 4);
-  const Tensor a = arena.allocate(DType::f32, {kSize, kSize}, "a"), b = arena.allocate(DType::f32, {kSize, kSize}, "b"),
-               y = arena.allocate(DType::f32, {kSize, kSize}, "y");
-  ops->fill_normal(a, 1.0f, philox_for(1, "bench"), 0, 0);
-  ops->fill_normal(b, 1.0f, philox_for(1, "bench"), 1, 0);
-  std::vector<double> seconds;
-  for (int i = 0; i < 9; ++i) {
-    const auto start = Clock::now();
-    ops->matmul(a, Transpose::no, b, Transpose::yes, y, {});
-    seconds.push_back(seconds_since(start));
-  }
-  return 2.0 * kSize * kSize * kSize / median(seconds);
 }
 
 bool data_exists(const DataConfig& data) {
@@ -74,20 +61,21 @@ HostBatch random_batch(const RunConfig& config, int64_t step, int64_t first_sequ
 struct Bench {
   Bench(const BenchOptions& options, Processes& processes, bool timed)
       : config(load_config(options.config, options.overrides, ConfigUse::shape, processes.size())),
-        device(make_cpu_device()),
+        device(open_device(config, processes)),
         first_sequence(place_of(config.mesh, processes.rank()).dp * config.local_batch()) {
     // The learning rate must be what training has: a router that does not train would stay at its start.
     if (config.train.steps == 0) config.optimizer.decay_steps = std::max<int64_t>(options.steps, 1);
-    auto ops = make_cpu_ops();
+    auto ops = make_ops(config, *device);
+    ceiling = bench_ops(config, "ceilings alone", *device, *ops).flop_ceiling;
     if (timed) {
-      auto wrapped = std::make_unique<TimedOps>(std::move(ops));
+      auto wrapped = std::make_unique<TimedOps>(std::move(ops), *device);
       profile = wrapped.get();
       ops = std::move(wrapped);
     }
     plan = plan_engine(config, EngineUse::train, processes.rank());
-    check_fits(plan, *device, processes.local_size());
+    check_fits(plan, *device, sharers(*device, processes));
     engine = std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops),
-                                      make_groups(processes, config.mesh), plan.memory);
+                                      make_groups(processes, config.mesh, *device), plan.memory);
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
@@ -114,6 +102,7 @@ struct Bench {
   RunConfig config;
   std::unique_ptr<Device> device;
   int64_t first_sequence;
+  double ceiling = 0;  ///< FLOP/s of one device
   TimedOps* profile = nullptr;
   EnginePlan plan;
   std::unique_ptr<Engine> engine;
@@ -187,59 +176,11 @@ Bubbles bubbles_of(const Engine& engine, const std::vector<std::string>& texts) 
   return {1 - busy / all, simulate(schedule, costs).bubble};
 }
 
-int bench_step(const BenchOptions& options, Processes& processes) {
-  const double ceiling_before = product_ceiling();
-  Bench bench(options, processes, false);
-  for (int64_t i = 0; i < 3; ++i) bench.step(i);
-  ActionTimes times(*bench.engine);
-  std::vector<double> seconds;
-  for (int64_t i = 0; i < options.steps; ++i) seconds.push_back(bench.step(3 + i));
-  bench.engine->on_action = nullptr;
-  processes.barrier();
-  const double ceiling = double(processes.size()) * std::max(ceiling_before, product_ceiling());
-  const std::vector<std::string> texts = processes.gather(times.text());
-  if (processes.rank() != 0) return 0;
-  const double step_seconds = median(seconds);
-  const double tokens = double(bench.config.tokens_per_step());
-  const double flops = tokens * flops_per_token(bench.config.model) / step_seconds;
-  std::optional<Bubbles> bubbles;
-  if (bench.config.mesh.pp > 1) bubbles = bubbles_of(*bench.engine, texts);
-  if (options.json) {
-    nlohmann::ordered_json json{{"tokens_per_second", tokens / step_seconds},
-                                {"step_seconds", step_seconds},
-                                {"ranks", processes.size()},
-                                {"gflops", flops / 1e9},
-                                {"ceiling_gflops", ceiling / 1e9},
-                                {"share_of_ceiling", flops / ceiling},
-                                {"data", bench.real_data ? "data.train" : "random tokens"},
-                                {"routing", "natural"},
-                                {"max_over_mean", bench.max_over_mean()}};
-    if (bubbles) json["bubble"] = {{"measured", bubbles->measured}, {"predicted", bubbles->predicted}};
-    fmt::print("{}\n", json.dump());
-    return 0;
-  }
-  fmt::print("{:.0f} tokens/s, {:.1f} GFLOP/s: {:.1f} % of the ceiling, {:.1f} GFLOP/s (f32 product, 2048 cubed{})\n",
-             tokens / step_seconds, flops / 1e9, 100 * flops / ceiling, ceiling / 1e9,
-             processes.size() == 1 ? "" : fmt::format(", times {} ranks", processes.size()));
-  fmt::print("step {:.1f} ms (median of {}), {}, natural routing", step_seconds * 1e3, options.steps,
-             bench.real_data ? "data.train" : "random tokens");
-  if (!bench.result.expert_counts.empty()) fmt::print(", busiest expert {:.2f} x the mean", bench.max_over_mean());
-  if (bubbles)
-    fmt::print("\nbubble {:.1f} % measured, {:.1f} % predicted by the schedule with the measured times of its actions",
-               100 * bubbles->measured, 100 * bubbles->predicted);
-  fmt::print("\n");
-  return 0;
+std::string ceiling_text(const RunConfig& config) {
+  return config.device_kind() == DeviceKind::cuda ? "bf16 product, 8192 cubed" : "f32 product, 2048 cubed";
 }
 
-int bench_ops(const BenchOptions& options, Processes& processes) {
-  const double ceiling = product_ceiling();
-  Bench bench(options, processes, true);
-  for (int64_t i = 0; i < 3; ++i) bench.step(i);
-  bench.profile->clear();
-  double total = 0;
-  for (int64_t i = 0; i < options.steps; ++i) total += bench.step(3 + i);
-
-  if (processes.rank() != 0) return 0;
+int print_profile(const Bench& bench, double seconds, const BenchOptions& options) {
   std::vector<std::pair<std::string, OpTotals>> rows(bench.profile->totals().begin(), bench.profile->totals().end());
   std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
   const double steps = double(options.steps);
@@ -251,27 +192,118 @@ int bench_ops(const BenchOptions& options, Processes& processes) {
                       {"milliseconds", row.seconds / steps * 1e3},
                       {"gflops", row.flops / row.seconds / 1e9},
                       {"gigabytes_per_second", row.bytes / row.seconds / 1e9}});
-    fmt::print("{}\n", nlohmann::ordered_json{{"ceiling_gflops", ceiling / 1e9}, {"ops", json}}.dump());
+    fmt::print("{}\n", nlohmann::ordered_json{{"ceiling_gflops", bench.ceiling / 1e9}, {"ops", json}}.dump());
     return 0;
   }
-  fmt::print("ceiling {:.1f} GFLOP/s (f32 product, 2048 cubed); a step under the timer takes {:.2f} ms\n",
-             ceiling / 1e9, total / steps * 1e3);
+  fmt::print("ceiling {:.1f} GFLOP/s ({}); a step under the timer takes {:.2f} ms\n", bench.ceiling / 1e9,
+             ceiling_text(bench.config), seconds / steps * 1e3);
   fmt::print("{:<24} {:>7} {:>10} {:>7} {:>10} {:>9} {:>8}\n", "op", "calls", "ms/step", "share", "GFLOP/s", "of ceil.",
              "GB/s");
   for (const auto& [name, row] : rows)
     fmt::print("{:<24} {:>7.1f} {:>10.3f} {:>6.1f}% {:>10.1f} {:>8.1f}% {:>8.1f}\n", name, double(row.calls) / steps,
-               row.seconds / steps * 1e3, 100 * row.seconds / total, row.flops / row.seconds / 1e9,
-               100 * row.flops / row.seconds / ceiling, row.bytes / row.seconds / 1e9);
+               row.seconds / steps * 1e3, 100 * row.seconds / seconds, row.flops / row.seconds / 1e9,
+               100 * row.flops / row.seconds / bench.ceiling, row.bytes / row.seconds / 1e9);
+  return 0;
+}
+
+int bench_step(const BenchOptions& options, Processes& processes) {
+  Bench bench(options, processes, options.profile);
+  for (int64_t i = 0; i < 3; ++i) bench.step(i);
+  if (options.profile) bench.profile->clear();
+  ActionTimes times(*bench.engine);
+  std::vector<double> seconds;
+  for (int64_t i = 0; i < options.steps; ++i) seconds.push_back(bench.step(3 + i));
+  bench.engine->on_action = nullptr;
+  processes.barrier();
+  const std::vector<std::string> texts = processes.gather(times.text());
+  if (processes.rank() != 0) return 0;
+  if (options.profile) return print_profile(bench, std::accumulate(seconds.begin(), seconds.end(), 0.0), options);
+  const double ceiling = double(processes.size()) * bench.ceiling;
+  const double step_seconds = median(seconds);
+  const double tokens = double(bench.config.tokens_per_step());
+  const double flops = tokens * flops_per_token(bench.config.model) / step_seconds;
+  const int64_t used = bench.device->used_bytes(), planned = bench.plan.memory.total();
+  std::optional<Bubbles> bubbles;
+  if (bench.config.mesh.pp > 1) bubbles = bubbles_of(*bench.engine, texts);
+  if (options.json) {
+    nlohmann::ordered_json json{{"tokens_per_second", tokens / step_seconds},
+                                {"step_seconds", step_seconds},
+                                {"ranks", processes.size()},
+                                {"device", bench.config.run.device},
+                                {"gflops", flops / 1e9},
+                                {"ceiling_gflops", ceiling / 1e9},
+                                {"share_of_ceiling", flops / ceiling},
+                                {"data", bench.real_data ? "data.train" : "random tokens"},
+                                {"routing", "natural"},
+                                {"max_over_mean", bench.max_over_mean()},
+                                {"loss", bench.result.loss},
+                                {"planned_bytes", planned}};
+    if (used > 0) json["used_bytes"] = used;
+    if (bubbles) json["bubble"] = {{"measured", bubbles->measured}, {"predicted", bubbles->predicted}};
+    fmt::print("{}\n", json.dump());
+    return 0;
+  }
+  fmt::print("{:.0f} tokens/s, {:.1f} GFLOP/s: {:.1f} % of the ceiling, {:.1f} GFLOP/s ({}{})\n", tokens / step_seconds,
+             flops / 1e9, 100 * flops / ceiling, ceiling / 1e9, ceiling_text(bench.config),
+             processes.size() == 1 ? "" : fmt::format(", times {} ranks", processes.size()));
+  fmt::print("step {:.1f} ms (median of {}), {}, natural routing", step_seconds * 1e3, options.steps,
+             bench.real_data ? "data.train" : "random tokens");
+  if (!bench.result.expert_counts.empty()) fmt::print(", busiest expert {:.2f} x the mean", bench.max_over_mean());
+  fmt::print("\nmemory {:.2f} GB planned", double(planned) / 1e9);
+  if (used > 0) fmt::print(", {:.2f} GB of the device in use", double(used) / 1e9);
+  if (bubbles)
+    fmt::print("\nbubble {:.1f} % measured, {:.1f} % predicted by the schedule with the measured times of its actions",
+               100 * bubbles->measured, 100 * bubbles->predicted);
+  fmt::print("\n");
+  return 0;
+}
+
+int bench_kernels(const BenchOptions& options, Processes& processes) {
+  require(processes.size() == 1, ErrorKind::kUsage, "bench ops measures one device; start it without mpirun");
+  const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape);
+  const auto device = open_device(config, processes);
+  const auto ops = make_ops(config, *device);
+  const OpsBenchResult result = bench_ops(config, options.only, *device, *ops);
+  if (options.json) {
+    nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+    for (const OpRow& row : result.rows)
+      rows.push_back({{"op", row.name},
+                      {"shape", row.shape},
+                      {"microseconds", row.seconds * 1e6},
+                      {"tflops", row.flops / row.seconds / 1e12},
+                      {"share_of_product", row.flops / row.seconds / result.flop_ceiling},
+                      {"terabytes_per_second", row.bytes / row.seconds / 1e12},
+                      {"share_of_copy", row.bytes / row.seconds / result.byte_ceiling}});
+    fmt::print("{}\n", nlohmann::ordered_json{{"device", config.run.device}, {"rows", rows}}.dump());
+    return 0;
+  }
+  fmt::print("{:<42} {:<52} {:>10} {:>9} {:>7} {:>7} {:>7}\n", "op", "shape", "us", "TFLOP/s", "of max", "TB/s",
+             "of max");
+  for (const OpRow& row : result.rows) {
+    fmt::print("{:<42} {:<52} {:>10.1f}", row.name, row.shape, row.seconds * 1e6);
+    if (row.flops > 0)
+      fmt::print(" {:>9.2f} {:>6.1f}%", row.flops / row.seconds / 1e12,
+                 100 * row.flops / row.seconds / result.flop_ceiling);
+    else fmt::print(" {:>9} {:>7}", "", "");
+    fmt::print(" {:>7.3f} {:>6.1f}%\n", row.bytes / row.seconds / 1e12,
+               100 * row.bytes / row.seconds / result.byte_ceiling);
+  }
   return 0;
 }
 
 void add_mode(CLI::App& bench, const std::string& name, const std::string& help,
               int (*run)(const BenchOptions& options, Processes& processes)) {
+  const bool steps = run == bench_step;
   const auto options = std::make_shared<BenchOptions>();
   CLI::App* mode = bench.add_subcommand(name, help);
   mode->add_option("CONFIG", options->config, "Configuration in TOML")->required();
   mode->add_option("--set", options->overrides, "Override a key: section.key=value")->allow_extra_args(false);
-  mode->add_option("--steps", options->steps, "Steps to time")->capture_default_str()->check(CLI::PositiveNumber);
+  if (steps) {
+    mode->add_option("--steps", options->steps, "Steps to time")->capture_default_str()->check(CLI::PositiveNumber);
+    mode->add_flag("--profile", options->profile, "Op by op; each is waited for");
+  } else {
+    mode->add_option("--only", options->only, "Cases whose name or shape contains this");
+  }
   mode->add_flag("--json", options->json, "One line of JSON");
   mode->callback([=] { run_on_ranks([&](Processes& processes) { return run(*options, processes); }); });
 }
@@ -282,7 +314,7 @@ void add_bench(CLI::App& program) {
   CLI::App* bench = program.add_subcommand("bench", "Speed against this machine's own ceiling");
   bench->require_subcommand(1);
   add_mode(*bench, "step", "Whole training steps", bench_step);
-  add_mode(*bench, "ops", "Training steps, op by op", bench_ops);
+  add_mode(*bench, "ops", "Every kernel of a step, alone", bench_kernels);
   add_bench_comm(*bench);
 }
 

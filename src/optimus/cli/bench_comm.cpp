@@ -32,13 +32,14 @@ struct Row {
 using Clock = std::chrono::steady_clock;
 
 // Median over repetitions of the slowest rank's time.
-double time_of(Processes& processes, const std::function<void()>& operation) {
+double time_of(Processes& processes, Device& device, const std::function<void()>& operation) {
   constexpr int kRepetitions = 15;
   std::vector<double> seconds;
   for (int i = -2; i < kRepetitions; ++i) {
     processes.barrier();
     const auto start = Clock::now();
     operation();
+    device.synchronise_wait();
     const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
     const int64_t slowest = processes.max(nanoseconds);
     if (i >= 0) seconds.push_back(double(slowest) * 1e-9);
@@ -47,8 +48,8 @@ double time_of(Processes& processes, const std::function<void()>& operation) {
   return seconds[kRepetitions / 2];
 }
 
-std::vector<Row> time_group(Processes& processes, const std::string& name, Communicator& group, Tensor a, Tensor b,
-                            int64_t bytes) {
+std::vector<Row> time_group(Processes& processes, Device& device, const std::string& name, Communicator& group,
+                            Tensor a, Tensor b, int64_t bytes) {
   const int64_t ranks = group.size(), count = bytes / 4 / ranks * ranks, piece = count / ranks;
   const Tensor whole = a.slice(0, count), scratch = b.slice(0, count);
   const Tensor part = whole.slice(group.rank() * piece, piece);
@@ -72,10 +73,12 @@ std::vector<Row> time_group(Processes& processes, const std::string& name, Commu
   };
   std::vector<Row> out;
   for (const auto& [operation, run] : operations) {
+    // See make_groups().
+    if (std::string_view(operation) == "send_receive" && device.kind() == DeviceKind::cuda && name != "pp") continue;
     const double factor = std::string_view(operation) == "all_reduce"     ? 2 * sent
                           : std::string_view(operation) == "send_receive" ? double(bytes)
                                                                           : sent;
-    out.push_back({name, operation, bytes, time_of(processes, run), factor});
+    out.push_back({name, operation, bytes, time_of(processes, device, run), factor});
   }
   return out;
 }
@@ -84,14 +87,19 @@ int bench_comm(const CommOptions& options, Processes& processes) {
   require(processes.size() > 1, ErrorKind::kUsage,
           "bench comm needs several ranks: mpirun -n 2 optimus bench comm [CONFIG.toml]");
   MeshShape shape = make_mesh_shape(processes.size(), 1, 1);
-  if (!options.config.empty())
-    shape = load_config(options.config, options.overrides, ConfigUse::shape, processes.size()).mesh;
-  Groups groups = make_groups(processes, shape);
+  // Without a configuration the GPUs, if there are any.
+  bool gpu = cuda_devices() > 0;
+  if (!options.config.empty()) {
+    const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape, processes.size());
+    shape = config.mesh;
+    gpu = config.device_kind() == DeviceKind::cuda;
+  }
+  const auto device = gpu ? make_cuda_device(cuda_devices() == 1 ? 0 : processes.local_rank()) : make_cpu_device();
+  Groups groups = make_groups(processes, shape, *device);
   const int64_t largest = options.largest_mib << 20;
-  const auto device = make_cpu_device();
   Arena arena(*device, "bench", 2 * largest + 1024);
   const Tensor a = arena.allocate(DType::f32, {largest / 4}, "a"), b = arena.allocate(DType::f32, {largest / 4}, "b");
-  const auto ops = make_cpu_ops();
+  const auto ops = gpu ? make_cuda_ops(*device, true) : make_cpu_ops();
   for (const Tensor& x : {a, b}) ops->fill_normal(x, 1.0f, philox_for(1, "bench"), uint64_t(processes.rank()), 0);
 
   std::vector<Row> rows;
@@ -104,7 +112,7 @@ int bench_comm(const CommOptions& options, Processes& processes) {
       if (group->size() > 1) chosen.emplace_back(name, group);
   for (const auto& [name, group] : chosen)
     for (int64_t bytes = std::max<int64_t>(4096, 4 * group->size()); bytes <= largest; bytes *= 8) {
-      const std::vector<Row> more = time_group(processes, name, *group, a, b, bytes);
+      const std::vector<Row> more = time_group(processes, *device, name, *group, a, b, bytes);
       rows.insert(rows.end(), more.begin(), more.end());
     }
   if (processes.rank() != 0) return 0;

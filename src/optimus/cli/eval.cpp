@@ -6,6 +6,7 @@
 #include "optimus/checkpoint/export.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/cli/commands.h"
+#include "optimus/cli/options.h"
 #include "optimus/train/evaluation.h"
 #include "optimus/train/inference.h"
 
@@ -13,7 +14,7 @@ namespace optimus {
 namespace {
 
 struct EvalOptions {
-  std::string checkpoint, data, ids, logits, gradients;
+  std::string checkpoint, data, ids, logits, gradients, device = "auto";
   int64_t sequences = 0;
 };
 
@@ -21,7 +22,7 @@ void print(const nlohmann::ordered_json& result) { fmt::print("{}\n", result.dum
 
 void evaluate_data(const EvalOptions& options) {
   constexpr int64_t kSequencesAtOnce = 8;
-  Inference inference(resolve_checkpoint(options.checkpoint), EngineUse::evaluation, kSequencesAtOnce);
+  Inference inference(resolve_checkpoint(options.checkpoint), EngineUse::evaluation, options.device, kSequencesAtOnce);
   const ModelConfig& model = inference.config().model;
   DataConfig data;
   data.valid = {{options.data, std::nullopt}};
@@ -81,7 +82,7 @@ void evaluate_ids(const EvalOptions& options) {
   Checkpoint checkpoint = resolve_checkpoint(options.checkpoint);
   const HostBatch batch = read_ids(options.ids, model_config_of(checkpoint).vocab);
   Inference inference(std::move(checkpoint), options.gradients.empty() ? EngineUse::evaluation : EngineUse::gradients,
-                      batch.sequences, batch.sequence_length);
+                      options.device, batch.sequences, batch.sequence_length);
   StepResult result;
   if (!options.logits.empty()) write_logits(options.logits, inference, batch, result);
   if (!options.gradients.empty()) {
@@ -118,6 +119,7 @@ void add_eval(CLI::App& program) {
   command->add_option("--gradients", options->gradients, "Writes the f32 gradients of loss")
       ->type_name("OUT.safetensors")
       ->needs(ids);
+  add_device_option(*command, options->device);
   command->callback([options] {
     require(!options->data.empty() || !options->ids.empty(), ErrorKind::kUsage,
             "eval needs --data PATH or --ids FILE.npy");

@@ -7,6 +7,7 @@
 
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/cli/commands.h"
+#include "optimus/cli/options.h"
 #include "optimus/train/inference.h"
 #include "optimus/train/sampling.h"
 
@@ -14,7 +15,7 @@ namespace optimus {
 namespace {
 
 struct GenerateOptions {
-  std::string checkpoint, prompt;
+  std::string checkpoint, prompt, device = "auto";
   int64_t tokens = 200;
   SamplingConfig sampling;
 };
@@ -22,7 +23,7 @@ struct GenerateOptions {
 void generate(const GenerateOptions& options) {
   require(std::isfinite(options.sampling.temperature) && std::isfinite(options.sampling.top_p), ErrorKind::kUsage,
           "--temperature and --top-p must be finite");
-  Inference inference(resolve_checkpoint(options.checkpoint), EngineUse::generation, 1);
+  Inference inference(resolve_checkpoint(options.checkpoint), EngineUse::generation, options.device, 1);
   const Tokenizer& tokenizer = inference.tokenizer();
   const ModelConfig& model = inference.config().model;
   require(model.vocab >= tokenizer.vocab(), ErrorKind::kUsage,
@@ -74,6 +75,7 @@ void add_generate(CLI::App& program) {
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1.0));
   command->add_option("--seed", options->sampling.seed, "Of the random choices")->capture_default_str();
+  add_device_option(*command, options->device);
   command->callback([options] { generate(*options); });
 }
 

@@ -2,7 +2,6 @@
 // ranks share the work and how long a step would take, found by running its step dry.
 #include <CLI/CLI.hpp>
 
-#include "optimus/base/file.h"
 #include "optimus/cli/commands.h"
 #include "optimus/plan/report.h"
 
@@ -18,17 +17,9 @@ struct PlanOptions {
   bool json = false;
 };
 
-/// Whether file or overrides choose the compute type.
-bool chooses_compute(const PlanOptions& options) {
-  for (const std::string& override_ : options.overrides)
-    if (override_.starts_with("precision.compute=")) return true;
-  const toml::table table = toml::parse(read_text(options.config));
-  return bool(table["precision"]["compute"]);
-}
-
-/// A GPU's default is bf16; the configuration resolves what it leaves open for this machine.
+/// Described hardware is GPUs; this machine need not have any.
 RunConfig resolved_config(PlanOptions options) {
-  if (!options.hardware.empty() && !chooses_compute(options)) options.overrides.emplace_back("precision.compute=bf16");
+  if (!options.hardware.empty()) options.overrides.emplace_back("run.device=cuda");
   return load_config(options.config, options.overrides, ConfigUse::shape, options.ranks);
 }
 

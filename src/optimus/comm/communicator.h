@@ -3,11 +3,14 @@
 //
 // A start_... call returns a Transfer; its tensors must stay untouched until wait(). Every rank of a group starts the
 // same collectives in the same order. Sums add the ranks' values in rank order, f32 for f32 and bf16 (rounded once, at
-// the end), f64 for f64, so that a result depends on the group only, and every rank gets the same bits.
+// the end), f64 for f64, so that a result depends on the group only, and every rank gets the same bits. NCCL's sums give
+// every rank the same bits, too, and the same bits again for the same group and shape, but add in an order of its own and
+// round bf16 after each addition; two ranks get what MPI gives them.
 //
-// A failure of the transport is Error(kCommunication) naming rank, group and operation.
+// On a GPU "wait" means that the device's stream waits, never the host. A failure of the transport is Error(kCommunication) naming rank, group and operation.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -66,7 +69,22 @@ class Communicator {
   void all_gather(Tensor part, Tensor whole) { start_all_gather(part, whole)->wait(); }
 };
 
+/// Copies between two places of one memory, in order with the work there.
+using CopyBytes = std::function<void(void* to, const void* from, int64_t bytes)>;
+std::unique_ptr<Communicator> make_self_communicator(CopyBytes copy);
+/// Over host memory.
 std::unique_ptr<Communicator> make_self_communicator();
+
+class Device;
+class Processes;
+/// Whether neighbours in a group, the last and the first rank among them, may send each other messages. On GPUs that costs
+/// up to six communicators more.
+enum class Messages : uint8_t { none, between_neighbours };
+/// A communicator over the memory of GPUs, one a rank, for the given ranks, ascending, this one among them. Collective
+/// over those ranks, a process's first one over all processes; a rank that belongs to several groups makes and destroys
+/// them in the same order as its peers do. Error(kUsage) in a program that was built without CUDA.
+std::unique_ptr<Communicator> make_nccl_communicator(Processes& processes, Device& device, const std::string& name,
+                                                     const std::vector<int>& ranks, Messages messages);
 
 /// What a rank of a planned group would have moved.
 struct MessageRecord {
@@ -74,8 +92,10 @@ struct MessageRecord {
   std::string operation;  ///< "reduce_scatter", ...
   double bytes;           ///< that this rank sends, with a ring for collectives
 };
-/// A rank of a group that exists in plans only; every call is added to `messages`, which must outlive it.
+/// A rank of a group that exists in plans only; every call is added to `messages`, which must outlive it. Reductions over
+/// MPI need scratch, those over NCCL do not.
 std::unique_ptr<Communicator> make_dry_communicator(std::string group, int rank, int size,
-                                                    std::vector<MessageRecord>& messages);
+                                                    std::vector<MessageRecord>& messages,
+                                                    bool reduce_needs_scratch = true);
 
 }  // namespace optimus

@@ -9,8 +9,8 @@ namespace {
 
 class DryCommunicator final : public Communicator {
  public:
-  DryCommunicator(std::string group, int rank, int size, std::vector<MessageRecord>& messages)
-      : group_(std::move(group)), rank_(rank), size_(size), messages_(messages) {}
+  DryCommunicator(std::string group, int rank, int size, std::vector<MessageRecord>& messages, bool scratch)
+      : group_(std::move(group)), rank_(rank), size_(size), messages_(messages), scratch_(scratch) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -29,8 +29,8 @@ class DryCommunicator final : public Communicator {
     check_reduce_scatter(*this, whole, part, scratch);
     return record("reduce_scatter", ring(whole));
   }
-  /// As MPI does, so that a plan has room for it.
-  bool reduce_needs_scratch() const override { return true; }
+  /// So that a plan has room for it.
+  bool reduce_needs_scratch() const override { return scratch_; }
 
   Pending start_all_gather(Tensor part, Tensor whole) override {
     check_all_gather(*this, part, whole);
@@ -64,14 +64,15 @@ class DryCommunicator final : public Communicator {
   std::string group_;
   int rank_, size_;
   std::vector<MessageRecord>& messages_;
+  bool scratch_;
 };
 
 }  // namespace
 
 std::unique_ptr<Communicator> make_dry_communicator(std::string group, int rank, int size,
-                                                    std::vector<MessageRecord>& messages) {
+                                                    std::vector<MessageRecord>& messages, bool reduce_needs_scratch) {
   expects(size >= 1 && rank >= 0 && rank < size, "rank {} of a group of {}", rank, size);
-  return std::make_unique<DryCommunicator>(std::move(group), rank, size, messages);
+  return std::make_unique<DryCommunicator>(std::move(group), rank, size, messages, reduce_needs_scratch);
 }
 
 }  // namespace optimus

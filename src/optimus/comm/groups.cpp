@@ -26,18 +26,22 @@ Groups make_groups_with(const MeshShape& shape, int rank, const Make& make) {
 
 }  // namespace
 
-Groups make_groups(Processes& processes, const MeshShape& shape) {
+Groups make_groups(Processes& processes, const MeshShape& shape, Device& device) {
   expects(processes.size() == shape.world(), "a mesh of {} ranks for {} processes", shape.world(), processes.size());
   return make_groups_with(shape, processes.rank(), [&](const std::string& name, const std::vector<int>& ranks) {
+    if (device.kind() == DeviceKind::cuda)
+      return make_nccl_communicator(processes, device, name, ranks,
+                                    name == "pp" ? Messages::between_neighbours : Messages::none);
     return ranks.size() == 1 ? make_self_communicator() : processes.make_communicator(name, ranks);
   });
 }
 
-Groups make_dry_groups(const MeshShape& shape, int rank, std::vector<MessageRecord>& messages) {
+Groups make_dry_groups(const MeshShape& shape, int rank, std::vector<MessageRecord>& messages, DeviceKind kind) {
   return make_groups_with(shape, rank, [&](const std::string& name, const std::vector<int>& ranks) {
     const auto position = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
-    return ranks.size() == 1 ? make_self_communicator()
-                             : make_dry_communicator(name, int(position), int(ranks.size()), messages);
+    return ranks.size() == 1
+               ? make_self_communicator()
+               : make_dry_communicator(name, int(position), int(ranks.size()), messages, kind == DeviceKind::cpu);
   });
 }
 

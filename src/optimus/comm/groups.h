@@ -4,6 +4,7 @@
 #include "optimus/comm/communicator.h"
 #include "optimus/comm/mesh.h"
 #include "optimus/comm/processes.h"
+#include "optimus/tensor/device.h"
 
 namespace optimus {
 
@@ -18,9 +19,11 @@ struct Groups {
   std::unique_ptr<Communicator> embedding;  ///< first and last stage; empty on the others and without a pipeline
 };
 
-/// Collective over all processes, whose number is shape.world().
-Groups make_groups(Processes& processes, const MeshShape& shape);
-/// The groups of one rank of a planned run.
-Groups make_dry_groups(const MeshShape& shape, int rank, std::vector<MessageRecord>& messages);
+/// Groups over the memory of `device`, which must outlive them: NCCL's on GPUs, where only the pipeline's can send
+/// messages; else MPI's. Collective over all processes, whose number is shape.world().
+Groups make_groups(Processes& processes, const MeshShape& shape, Device& device);
+/// The groups of one rank of a planned run on such devices.
+Groups make_dry_groups(const MeshShape& shape, int rank, std::vector<MessageRecord>& messages,
+                       DeviceKind kind = DeviceKind::cpu);
 
 }  // namespace optimus

@@ -10,6 +10,8 @@
 
 namespace optimus {
 
+class Watchdog;
+
 class Processes {
  public:
   virtual ~Processes() = default;
@@ -32,6 +34,13 @@ class Processes {
   /// A communicator over CPU memory for the given ranks, ascending, this one among them. Collective over those ranks;
   /// a rank that belongs to several groups makes them in the same order as its peers do. `name` serves messages.
   virtual std::unique_ptr<Communicator> make_communicator(const std::string& name, const std::vector<int>& ranks) = 0;
+
+  /// Watches over the several processes of a run, from the first call on, which is collective over all of them. It says
+  /// farewell when the processes' last owner lets go of them. Error(kCommunication).
+  std::shared_ptr<Watchdog> watchdog();
+
+ private:
+  std::shared_ptr<Watchdog> watchdog_;
 };
 
 /// Starts MPI where a launcher (mpirun, mpiexec, srun, PALS) started this process as one of several; once a process.

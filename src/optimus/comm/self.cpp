@@ -1,5 +1,5 @@
 // The group of one. A tensor that is both source and target is left alone, so that working in place needs no memory
-// behind the tensors; anything else is a copy on the host.
+// behind the tensors; anything else is a copy by the memory's own means.
 #include <cstring>
 
 #include "optimus/comm/contracts.h"
@@ -9,6 +9,8 @@ namespace {
 
 class SelfCommunicator final : public Communicator {
  public:
+  explicit SelfCommunicator(CopyBytes copy) : copy_(std::move(copy)) {}
+
   int rank() const override { return 0; }
   int size() const override { return 1; }
   void all_reduce(Tensor x) override { check_all_reduce(x); }
@@ -38,14 +40,23 @@ class SelfCommunicator final : public Communicator {
   }
 
  private:
-  static Pending copy(const void* from, void* to, int64_t bytes) {
-    if (from != to && bytes > 0) std::memcpy(to, from, size_t(bytes));
+  Pending copy(const void* from, void* to, int64_t bytes) const {
+    if (from != to && bytes > 0) copy_(to, from, bytes);
     return std::make_unique<FinishedTransfer>();
   }
+
+  CopyBytes copy_;
 };
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_self_communicator() { return std::make_unique<SelfCommunicator>(); }
+std::unique_ptr<Communicator> make_self_communicator(CopyBytes copy) {
+  return std::make_unique<SelfCommunicator>(std::move(copy));
+}
+
+std::unique_ptr<Communicator> make_self_communicator() {
+  return make_self_communicator(
+      [](void* to, const void* from, int64_t bytes) { std::memcpy(to, from, size_t(bytes)); });
+}
 
 }  // namespace optimus

@@ -48,21 +48,20 @@ void Attention::forward(Context& c, const MicroBatch& batch, Tensor x_TD, Tensor
   }
   saved.qkv_TQ = c.save(c.dtype, {T, q_width + 2 * kv_width}, "attention");
   linear(c, saved.input_TD, qkv_, {}, saved.qkv_TQ);
-  Tensor q = saved.qkv_TQ.column_slice(0, q_width);
-  Tensor k = saved.qkv_TQ.column_slice(q_width, kv_width);
+  Tensor qk = saved.qkv_TQ.column_slice(0, q_width + kv_width);
   Tensor v = saved.qkv_TQ.column_slice(q_width + kv_width, kv_width);
   if (q_norm_) {
     saved.qk_TP = c.save(c.dtype, {T, q_width + kv_width}, "attention");
     saved.q_statistics = c.save(DType::f32, q_norm_->statistics_shape(T), "attention");
     saved.k_statistics = c.save(DType::f32, k_norm_->statistics_shape(T), "attention");
-    const Tensor q_normed = saved.qk_TP.column_slice(0, q_width);
-    const Tensor k_normed = saved.qk_TP.column_slice(q_width, kv_width);
-    q_norm_->forward(c, q, {}, q_normed, saved.q_statistics);
-    k_norm_->forward(c, k, {}, k_normed, saved.k_statistics);
-    q = q_normed, k = k_normed;
+    q_norm_->forward(c, qk.column_slice(0, q_width), {}, saved.qk_TP.column_slice(0, q_width), saved.q_statistics);
+    k_norm_->forward(c, qk.column_slice(q_width, kv_width), {}, saved.qk_TP.column_slice(q_width, kv_width),
+                     saved.k_statistics);
+    qk = saved.qk_TP;
   }
-  c.ops.rope(q, batch.positions_T, heads_, rope_theta_, RopeDirection::forward, q);
-  c.ops.rope(k, batch.positions_T, kv_heads_, rope_theta_, RopeDirection::forward, k);
+  c.ops.rope(qk, batch.positions_T, heads_ + kv_heads_, rope_theta_, RopeDirection::forward, qk);
+  const Tensor q = qk.column_slice(0, q_width);
+  Tensor k = qk.column_slice(q_width, kv_width);
 
   AttentionShape attention = shape(batch.sequences, batch.sequence_length, batch.sequence_length);
   if (cache) {
@@ -111,8 +110,8 @@ void Attention::backward_input(Context& c, const MicroBatch& batch, Tensor dy_TD
                              saved.qkv_TQ.column_slice(q_width + kv_width, kv_width), saved.o_TP, saved.lse_BHS, do_TP,
                              dq, dk, dv, scratch);
   }
-  c.ops.rope(dq, batch.positions_T, heads_, rope_theta_, RopeDirection::backward, dq);
-  c.ops.rope(dk, batch.positions_T, kv_heads_, rope_theta_, RopeDirection::backward, dk);
+  const Tensor dqk = deferred.dqkv_TQ.column_slice(0, q_width + kv_width);
+  c.ops.rope(dqk, batch.positions_T, heads_ + kv_heads_, rope_theta_, RopeDirection::backward, dqk);
   if (q_norm_) {
     q_norm_->backward(c, saved.qkv_TQ.column_slice(0, q_width), saved.q_statistics, dq, {}, dq);
     k_norm_->backward(c, saved.qkv_TQ.column_slice(q_width, kv_width), saved.k_statistics, dk, {}, dk);

@@ -10,15 +10,17 @@ Head::Head(const ModelConfig& model, ParameterTable& table, ParameterId tied)
       weight_(tied >= 0 ? tied
                         : table.add_normal("head.weight", {model.vocab, model.hidden}, model.init_std, model.layers)) {}
 
-// Enough rows for an efficient product, few enough that a large vocabulary's logits stay small.
-int64_t Head::chunk_tokens(int64_t tokens) const {
-  constexpr int64_t kLogits = int64_t(1) << 23, kRows = 1024;
-  return std::min(tokens, std::max(kRows, kLogits / vocab_ / 128 * 128));
+// Enough rows for efficient products (each chunk reads and writes the weight's gradient once more, which a GPU feels),
+// few enough that a large vocabulary's logits stay small.
+int64_t Head::chunk_tokens(const Context& c, int64_t tokens) const {
+  constexpr int64_t kLogits = int64_t(1) << 23;
+  const int64_t rows = c.dtype == DType::bf16 ? 4096 : 1024;
+  return std::min(tokens, std::max(rows, kLogits / vocab_ / 128 * 128));
 }
 
 void Head::forward_backward(Context& c, const MicroBatch& batch, Tensor x_TD, const LossScales& scales,
                             const LossSums& sums, Tensor dx_TD) const {
-  const int64_t T = x_TD.rows(), chunk = chunk_tokens(T);
+  const int64_t T = x_TD.rows(), chunk = chunk_tokens(c, T);
   Arena::Scope scope(c.workspace);
   const Tensor statistics = c.temporary(DType::f32, norm_.statistics_shape(T));
   const Tensor n_TD = c.temporary(c.dtype, x_TD.shape);
@@ -39,7 +41,7 @@ void Head::forward_backward(Context& c, const MicroBatch& batch, Tensor x_TD, co
 
 void Head::forward(Context& c, const MicroBatch& batch, Tensor x_TD, const LossSums& sums,
                    const LogitsSink& sink) const {
-  const int64_t T = x_TD.rows(), chunk = chunk_tokens(T);
+  const int64_t T = x_TD.rows(), chunk = chunk_tokens(c, T);
   Arena::Scope scope(c.workspace);
   const Tensor statistics = c.temporary(DType::f32, norm_.statistics_shape(T));
   const Tensor n_TD = c.temporary(c.dtype, x_TD.shape);

@@ -28,7 +28,7 @@ class Head {
   void forward(Context& c, const MicroBatch& batch, Tensor x_TD, const LossSums& sums, const LogitsSink& sink) const;
 
  private:
-  int64_t chunk_tokens(int64_t tokens) const;
+  int64_t chunk_tokens(const Context& c, int64_t tokens) const;
 
   int64_t vocab_;
   Norm norm_;

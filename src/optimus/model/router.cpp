@@ -28,19 +28,27 @@ double Balance::scale(const LossScales& scales, double layers_together) const {
 
 void Balance::finish(Context& c, const MicroBatch& batch, const LossScales& scales, const LossSums& sums,
                      Tensor previous_counts, Tensor step_counts, BalanceSaved& saved) const {
-  const int64_t U = units(batch);
-  for (int64_t layer = 0; step_counts && layer < layers_; ++layer) {
-    const Tensor counts_E = step_counts[first_layer_ + layer];
-    for (int64_t unit = 0; unit < U; ++unit) c.ops.add(counts_E, saved.counts_NUE[layer][unit], counts_E);
+  const int64_t U = units(batch), E = moe_.experts;
+  if (step_counts && layers_ > 0) {
+    const Tensor counts_NE = step_counts.slice(first_layer_, layers_);
+    const Tensor units_NC = saved.counts_NUE.reshape({layers_, U * E});
+    for (int64_t unit = 0; unit < U; ++unit) c.ops.add(counts_NE, units_NC.column_slice(unit * E, E), counts_NE);
   }
   if (moe_.balance != "loss") c.ops.fill(saved.gradient_AUE, 0.0);
   if (moe_.balance != "loss" || whole_model()) return;
-  const double value = scale(scales, 1.0);
-  for (int64_t layer = 0; layer < layers_; ++layer)
-    c.ops.balance_loss(saved.counts_NUE[layer], saved.prob_sums_NUE[layer],
-                       moe_.balance_unit == "global" ? previous_counts[first_layer_ + layer] : Tensor{},
-                       double(tokens_per_unit(batch)), value, value * moe_.balance_coef, sums.balance,
-                       saved.gradient_AUE[layer]);
+  const double value = scale(scales, 1.0), tokens = double(tokens_per_unit(batch));
+  const auto add_loss = [&](Tensor counts, Tensor prob_sums, Tensor fixed_f, Tensor gradient) {
+    c.ops.balance_loss(counts, prob_sums, fixed_f, tokens, value, value * moe_.balance_coef, sums.balance, gradient);
+  };
+  if (moe_.balance_unit == "global") {
+    for (int64_t n = 0; n < layers_; ++n)
+      add_loss(saved.counts_NUE[n], saved.prob_sums_NUE[n], previous_counts[first_layer_ + n], saved.gradient_AUE[n]);
+    return;
+  }
+  // The layers' units are alike.
+  const auto all_units = [&](Tensor x_NUE) { return x_NUE.reshape({layers_ * U, E}); };
+  if (layers_ > 0)
+    add_loss(all_units(saved.counts_NUE), all_units(saved.prob_sums_NUE), {}, all_units(saved.gradient_AUE));
 }
 
 void Balance::pass_on(Context& c, const BalanceSaved& saved, Tensor from_2UE, Tensor to_2UE) const {

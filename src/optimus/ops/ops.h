@@ -78,9 +78,10 @@ class Ops {
   virtual ~Ops() = default;
 
   // ---- copies ----
-  /// x = value, every element. real, i32 or f64.
+  /// x = value, every element. Any type.
   virtual void fill(Tensor x, double value) = 0;
-  /// to = from, converted between f32 and bf16 where they differ (round to nearest even). Any pitches.
+  /// to = from, converted between f32 and bf16 where they differ (round to nearest even); other types are alike. Any
+  /// pitches.
   virtual void copy(Tensor from, Tensor to) = 0;
   /// y = a + b. real, any pitches; y may be a or b.
   virtual void add(Tensor a, Tensor b, Tensor y) = 0;

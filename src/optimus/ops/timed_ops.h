@@ -17,7 +17,8 @@ struct OpTotals {
 
 class TimedOps : public Ops {
  public:
-  explicit TimedOps(std::unique_ptr<Ops> inner) : inner_(std::move(inner)) {}
+  /// `device` is waited for before and after each call.
+  TimedOps(std::unique_ptr<Ops> inner, Device& device) : inner_(std::move(inner)), device_(device) {}
 
   const std::map<std::string, OpTotals>& totals() const { return totals_; }
   void clear() { totals_.clear(); }
@@ -136,8 +137,10 @@ class TimedOps : public Ops {
  private:
   template <typename Call>
   void time(const Call& call) {
+    device_.synchronise_wait();
     const auto start = std::chrono::steady_clock::now();
     call(*inner_);
+    device_.synchronise_wait();
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     dry_.clear();
     call(static_cast<Ops&>(dry_));
@@ -150,6 +153,7 @@ class TimedOps : public Ops {
   }
 
   std::unique_ptr<Ops> inner_;
+  Device& device_;
   DryOps dry_;
   std::map<std::string, OpTotals> totals_;
 };

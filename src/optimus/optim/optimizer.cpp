@@ -3,6 +3,8 @@
 namespace optimus {
 namespace {
 
+constexpr int64_t kPieceElements = 1 << 20;
+
 /// The rank's piece of a bucket.
 FlatRange piece_of(const Bucket& bucket, const Communicator& group) {
   const int64_t size = bucket.count / group.size();
@@ -13,22 +15,27 @@ FlatRange all_of(const Bucket& bucket) { return {bucket.begin, bucket.count, 0};
 
 }  // namespace
 
-Optimizer::Optimizer(const OptimizerConfig& config, bool tied_embeddings, const ParameterBuffers& parameters,
-                     const Groups& groups, Ops& ops, Arena& persistent)
+Optimizer::Optimizer(const OptimizerConfig& config, bool tied_embeddings, DType moments, const Philox& rounding,
+                     const ParameterBuffers& parameters, const Groups& groups, Ops& ops, Arena& persistent)
     : config_(config),
       parameters_(parameters),
       groups_(groups),
       ops_(ops),
-      tied_(tied_embeddings && groups.embedding != nullptr) {
+      tied_(tied_embeddings && groups.embedding != nullptr),
+      moments_(moments),
+      rounding_(rounding) {
   int64_t state = 0, largest = 0;
   for (const Bucket& bucket : parameters.table->buckets()) {
     shards_.push_back(make_shard(bucket, state));
     const Communicator& replicas = bucket.cls == ParameterClass::expert ? *groups.edp : *groups.dp;
     if (replicas.size() > 1 && replicas.reduce_needs_scratch()) largest = std::max(largest, bucket.count);
   }
-  if (parameters.weights.dtype != DType::f32) master_ = persistent.allocate(DType::f32, {state}, "master weights");
-  m_ = persistent.allocate(DType::f32, {state}, "optimizer moments");
-  v_ = persistent.allocate(DType::f32, {state}, "optimizer moments");
+  if (parameters.weights.dtype != DType::f32) {
+    remainder_ = persistent.allocate(DType::i16, {state}, "master weights");
+    piece_ = persistent.allocate(DType::f32, {std::min(state, kPieceElements)}, "checkpoint buffer");
+  }
+  m_ = persistent.allocate(moments, {state}, "optimizer moments");
+  v_ = persistent.allocate(moments, {state}, "optimizer moments");
   if (largest > 0)
     for (Tensor& scratch : scratch_)
       scratch = persistent.allocate(parameters.gradients.dtype, {largest}, "gradient reduction");
@@ -65,7 +72,7 @@ std::vector<Optimizer::Run> Optimizer::runs_in(const FlatRange& state) const {
 }
 
 void Optimizer::reset() {
-  for (Tensor state : {master_, m_, v_})
+  for (Tensor state : {remainder_, m_, v_})
     if (state) ops_.fill(state, 0.0);
 }
 
@@ -125,15 +132,20 @@ void Optimizer::add_squares(Tensor squares) const {
 
 // ---- weights ----
 
-void Optimizer::update(Tensor control) {
+void Optimizer::update(Tensor control, int64_t step) {
   for (Shard& shard : shards_) {
     for (const Run& run : shard.runs) {
-      const AdamwConstants constants{float(config_.beta1), float(config_.beta2), float(config_.eps),
-                                     float(run.weight_decay)};
+      const AdamwConstants constants{float(config_.beta1),
+                                     float(config_.beta2),
+                                     float(config_.eps),
+                                     float(run.weight_decay),
+                                     rounding_,
+                                     uint64_t(step),
+                                     run.begin};
       const FlatRange range{run.begin, run.count, shard.state.offset + run.begin - shard.state.begin};
       const auto state = [&](const Tensor& buffer) { return buffer.slice(range.offset, range.count); };
-      ops_.adamw(constants, control, gradients(range), master_ ? state(master_) : weights(range), state(m_), state(v_),
-                 weights(range));
+      ops_.adamw(constants, control, gradients(range), remainder_ ? state(remainder_) : weights(range), state(m_),
+                 state(v_), weights(range));
     }
     start_gather(shard);
   }
@@ -154,20 +166,44 @@ void Optimizer::finish_weights() {
 }
 
 void Optimizer::refresh_weights() {
-  for (Shard& shard : shards_) {
-    if (master_) ops_.copy(master_.slice(shard.state.offset, shard.state.count), weights(shard.state));
-    start_gather(shard);
-  }
+  for (Shard& shard : shards_) start_gather(shard);
   finish_weights();
 }
 
 // ---- state ----
 
+Tensor Optimizer::remainders(int64_t begin, int64_t count) const {
+  for (const Shard& shard : shards_)
+    if (begin >= shard.state.begin && begin + count <= shard.state.begin + shard.state.count)
+      return remainder_.slice(shard.state.offset + begin - shard.state.begin, count);
+  expects(false, "master weights [{}, {}) are not held", begin, begin + count);
+  return {};
+}
+
+void Optimizer::write_master(int64_t begin, int64_t count, const Piece& write) {
+  if (!remainder_) return write(parameters_.weights.slice(begin, count), begin);
+  for (int64_t first = begin; first < begin + count; first += piece_.elements()) {
+    const Tensor values = piece_.slice(0, std::min(piece_.elements(), begin + count - first));
+    write(values, first);
+    ops_.split_master(values, parameters_.weights.slice(first, values.elements()),
+                      remainders(first, values.elements()));
+  }
+}
+
+void Optimizer::read_master(int64_t begin, int64_t count, const Piece& read) {
+  if (!remainder_) return read(parameters_.weights.slice(begin, count), begin);
+  for (int64_t first = begin; first < begin + count; first += piece_.elements()) {
+    const Tensor values = piece_.slice(0, std::min(piece_.elements(), begin + count - first));
+    ops_.join_master(parameters_.weights.slice(first, values.elements()), remainders(first, values.elements()), values);
+    read(values, first);
+  }
+}
+
 FlatState Optimizer::master() const {
-  FlatState state{"", master_ ? master_ : parameters_.weights, {}, {}};
+  FlatState state{"", DType::f32, parameters_.weights, {}, {}};
   for (const Shard& shard : shards_) {
     const auto placed = [&](FlatRange range) {
-      if (!master_) range.offset = range.begin;
+      range.offset = range.begin;
       return range;
     };
     state.held.push_back(placed(shard.state));
@@ -177,7 +213,7 @@ FlatState Optimizer::master() const {
 }
 
 std::vector<FlatState> Optimizer::moments() const {
-  std::vector<FlatState> states{{"m.", m_, {}, {}}, {"v.", v_, {}, {}}};
+  std::vector<FlatState> states{{"m.", moments_, m_, {}, {}}, {"v.", moments_, v_, {}, {}}};
   for (FlatState& state : states)
     for (const Shard& shard : shards_) {
       state.held.push_back(shard.state);

@@ -16,9 +16,15 @@
 // it into checkpoints, so that every element of the model counts once. Piece i of dp lies in piece d of edp, so a rank
 // always has what it owns.
 //
+// Master weights are f32. Where the weights are bf16 a master is the weight and a 16-bit remainder beside it, see
+// Ops::split_master: the flat weights are half of it, and the state holds the remainder. Others see f32 pieces of it.
+// Moments may be bf16; their stochastic rounding is keyed by the element's place in the flat buffers and the step.
+//
 // Communication overlaps with compute: a bucket's reduction starts when its gradients are complete, in the backward of
 // the last micro-batch, and its weights are waited for when the next forward reaches the layer.
 #pragma once
+
+#include <functional>
 
 #include "optimus/comm/groups.h"
 #include "optimus/model/context.h"
@@ -35,6 +41,9 @@ struct FlatRange {
 /// One buffer of optimizer state (or the master weights): what of the model it holds and what of that the rank owns.
 struct FlatState {
   std::string prefix;  ///< tensors are named prefix + parameter: "", "m.", "v."
+  DType dtype;         ///< of the elements, and of the tensors in checkpoints
+  /// Of another type than `dtype` for split masters: then it holds the weights, and only pieces show the whole, see
+  /// Optimizer::write_master().
   Tensor buffer;
   std::vector<FlatRange> held, owned;
 };
@@ -42,9 +51,10 @@ struct FlatState {
 class Optimizer {
  public:
   /// Allocates the state from `persistent`; parameters and groups must outlive the optimizer.
-  /// tied_embeddings: the embedding's weight is the head's, too; on two stages its gradients are summed.
-  Optimizer(const OptimizerConfig& config, bool tied_embeddings, const ParameterBuffers& parameters,
-            const Groups& groups, Ops& ops, Arena& persistent);
+  /// tied_embeddings: the embedding's weight is the head's, too; on two stages its gradients are summed. `rounding` is
+  /// the generator for moments in bf16.
+  Optimizer(const OptimizerConfig& config, bool tied_embeddings, DType moments, const Philox& rounding,
+            const ParameterBuffers& parameters, const Groups& groups, Ops& ops, Arena& persistent);
 
   /// Moments to zero; the master weights are the caller's to fill.
   void reset();
@@ -58,10 +68,18 @@ class Optimizer {
   void finish_gradients();
   /// Adds the squares of the gradients that the rank owns (f64 [1]).
   void add_squares(Tensor squares) const;
-  /// One update of the rank's shards, as `control` says (see ControlSlot); the weights' all-gather begins.
-  void update(Tensor control);
+  /// One update of the rank's shards, as `control` says (see ControlSlot); the weights' all-gather begins. `step` counts
+  /// from 0.
+  void update(Tensor control, int64_t step);
 
-  /// After master() was written: the compute weights of all ranks follow.
+  /// f32 master weights of flat elements [first, first + its length).
+  using Piece = std::function<void(Tensor values, int64_t first)>;
+  /// Calls write(values, first) for pieces that cover [begin, begin + count), a part of a range held, and keeps what it
+  /// put there.
+  void write_master(int64_t begin, int64_t count, const Piece& write);
+  /// Calls read(values, first) for the same pieces.
+  void read_master(int64_t begin, int64_t count, const Piece& read);
+  /// After the master weights were written: the compute weights of all ranks follow.
   void refresh_weights();
   /// All weights are there.
   void finish_weights();
@@ -95,6 +113,8 @@ class Optimizer {
   Tensor scratch(int slot, const Bucket& bucket) const {
     return scratch_[slot] ? scratch_[slot].slice(0, bucket.count) : Tensor{};
   }
+  /// The remainders of flat elements that are held.
+  Tensor remainders(int64_t begin, int64_t count) const;
 
   OptimizerConfig config_;
   ParameterBuffers parameters_;
@@ -102,7 +122,11 @@ class Optimizer {
   Ops& ops_;
   bool tied_;  ///< the embedding's bucket is on the first and on the last stage
   std::vector<Shard> shards_;
-  Tensor master_, m_, v_;  // f32; master_ is empty where the weights themselves are f32
+  DType moments_;
+  Philox rounding_;
+  Tensor m_, v_;
+  Tensor remainder_;  // i16; empty where the weights themselves are f32
+  Tensor piece_;      // f32, for parts of split masters on their way
   static constexpr int kInFlight = 2;
   Tensor scratch_[kInFlight];
   Shard* in_flight_[kInFlight] = {};

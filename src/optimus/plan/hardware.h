@@ -22,7 +22,8 @@ struct Rate {
 
 struct Hardware {
   std::string name;
-  Rate device_bytes;      ///< memory that a run may use, bytes
+  Rate device_bytes;      ///< memory of a device, bytes
+  Rate context;           ///< of which the driver's context, modules and libraries take this much
   Rate devices_per_node;  ///< ranks of a node, neighbours in rank order
 
   // FLOP/s of bf16 products.
@@ -47,6 +48,7 @@ struct Hardware {
   void fields(V& v) {
     v("name", name);
     v.table("device_bytes", device_bytes);
+    v.table("context", context);
     v.table("devices_per_node", devices_per_node);
     v.table("peak", peak);
     v.table("matmul", matmul);

@@ -143,13 +143,23 @@ ParameterCounts count_parameters(const ModelConfig& model) {
   return {total, total - expert + active_expert, expert, total - expert};
 }
 
+/// Of the device that the run would have on this machine; 0 where it is a GPU and there is none.
+static int64_t capacity_here(const RunConfig& config) {
+  if (config.device_kind() == DeviceKind::cpu) return make_cpu_device()->capacity();
+  return cuda_devices() > 0 ? make_cuda_device(0)->capacity() : 0;
+}
+
 PlanReport make_report(const RunConfig& config, const std::optional<Hardware>& hardware) {
   PlanReport report;
   report.config = config;
   report.parameters = count_parameters(config.model);
   report.memory = largest_memory(config);
   report.device = hardware ? hardware->name : "this machine";
-  report.device_bytes = hardware ? int64_t(hardware->device_bytes.value) : make_cpu_device()->capacity();
+  report.device_bytes = hardware ? int64_t(hardware->device_bytes.value) : capacity_here(config);
+  if (hardware) {
+    report.memory.plan.memory.fixed += int64_t(hardware->context.value);
+    report.memory.plan.segments["context"] = int64_t(hardware->context.value);
+  }
   const std::vector<RankWork> ranks = step_work(config);
   report.communication = communication_of(config, ranks);
   if (hardware) report.prediction = predict(config, ranks, *hardware);
@@ -178,8 +188,11 @@ std::string to_text(const PlanReport& report, bool layout) {
   text.line("\nmemory, one rank{}:",
             config.mesh.pp > 1 ? fmt::format(" with pp {}, the largest", report.memory.pp) : "");
   for (const auto& [name, bytes] : plan.segments) text.line("  {:<24} {:>12.3f} MiB", name, double(bytes) / kMiB);
-  text.line("  {:<24} {:>12.3f} MiB: {} the {:.1f} GiB of {}", "total", double(plan.memory.total()) / kMiB,
-            report.fits() ? "fits into" : "exceeds", double(report.device_bytes) / kGiB, report.device);
+  const std::string verdict = report.device_bytes == 0
+                                  ? "this machine shows no GPU to compare it with"
+                                  : fmt::format("{} the {:.1f} GiB of {}", report.fits() ? "fits into" : "exceeds",
+                                                double(report.device_bytes) / kGiB, report.device);
+  text.line("  {:<24} {:>12.3f} MiB: {}", "total", double(plan.memory.total()) / kMiB, verdict);
   if (layout && config.mesh.world() > 1) {
     add_communication(report, text);
     if (!report.prediction) text.line("\nbubble {:.1f} % with times in proportion to FLOPs", 100 * report.bubble);

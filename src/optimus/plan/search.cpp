@@ -107,7 +107,7 @@ SearchResult search_layouts(const RunConfig& base, const Hardware& hardware, siz
     if (beaten(least_seconds(config, hardware))) break;
     Candidate candidate{config, 0, predict(config, step_work(config), hardware)};
     if (beaten(seconds_of(candidate))) continue;
-    candidate.memory_bytes = largest_memory(config).plan.memory.total();
+    candidate.memory_bytes = largest_memory(config).plan.memory.total() + int64_t(hardware.context.value);
     if (double(candidate.memory_bytes) > hardware.device_bytes.value) continue;
     result.best.insert(std::ranges::upper_bound(result.best, seconds_of(candidate), {}, seconds_of),
                        std::move(candidate));

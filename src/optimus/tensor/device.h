@@ -19,14 +19,18 @@ class Device {
   virtual bool dry() const { return false; }
   /// Bytes this process may plan with; 0 = unknown.
   virtual int64_t capacity() const = 0;
+  /// Bytes in use on the device, by whatever; 0 = unknown.
+  virtual int64_t used_bytes() const { return 0; }
 
-  /// 4096-byte aligned. Throws Error(kMemory) when refused.
+  /// Zeroed, 256-byte aligned. Throws Error(kMemory) when refused.
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* data, int64_t bytes) = 0;
 
   /// Copies between host memory and the (contiguous) tensor. `to_host_wait` makes the host wait for the device.
   virtual void from_host(Tensor to, const void* from) = 0;
   virtual void to_host_wait(void* to, Tensor from) = 0;
+  /// What the host asks for from here on shows under this name in a profiler's timeline, until the next name; "" ends it.
+  virtual void timeline(std::string_view) {}
   /// Waits until the device has done all that it was asked for.
   virtual void synchronise_wait() {}
 };

@@ -193,10 +193,8 @@ void resolve_optimizer(RunConfig& config, const std::string& name) {
 }
 
 void resolve_rest(RunConfig& config, const std::string& name) {
-  require(config.run.device != "cuda", kUsage, "{}: run.device = \"cuda\" is not implemented yet; use \"cpu\"", name);
-  if (config.precision.compute.empty()) config.precision.compute = "f32";
-  require(config.precision.moments == "f32", kUsage,
-          "{}: precision.moments = \"bf16\" is not available on the CPU; use \"f32\"", name);
+  if (config.run.device == "auto") config.run.device = cuda_devices() > 0 ? "cuda" : "cpu";
+  if (config.precision.compute.empty()) config.precision.compute = config.run.device == "cuda" ? "bf16" : "f32";
   require(config.memory.recompute.empty(), kUsage, "{}: memory.recompute is not implemented yet; leave it empty", name);
   require(config.memory.offload.empty(), kUsage, "{}: memory.offload is not implemented yet; leave it empty", name);
   require(config.memory.moe_rows >= 1, kUsage, "{}: memory.moe_rows = {} must be at least 1", name,

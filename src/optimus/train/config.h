@@ -10,6 +10,7 @@
 #include "optimus/model/config.h"
 #include "optimus/optim/config.h"
 #include "optimus/parallel/config.h"
+#include "optimus/tensor/device.h"
 #include "optimus/tensor/dtype.h"
 
 namespace optimus {
@@ -81,8 +82,8 @@ struct CheckpointConfig {
 };
 
 struct RunSection {
-  std::string dir;  ///< "" before resolve: runs/<configuration's name>
-  std::string device = "auto";
+  std::string dir;              ///< "" before resolve: runs/<configuration's name>
+  std::string device = "auto";  ///< after resolve "cpu" or "cuda"
   bool deterministic = true;
 
   template <typename V>
@@ -122,7 +123,9 @@ struct RunConfig {
   int64_t local_batch() const { return train.global_batch / mesh.dp; }
   int64_t micro_batches() const { return local_batch() / train.micro_batch; }
   int64_t tokens_per_step() const { return train.global_batch * model.sequence; }
+  DeviceKind device_kind() const { return run.device == "cuda" ? DeviceKind::cuda : DeviceKind::cpu; }
   DType compute_dtype() const { return precision.compute == "bf16" ? DType::bf16 : DType::f32; }
+  DType moment_dtype() const { return precision.moments == "bf16" ? DType::bf16 : DType::f32; }
   DType gradient_dtype() const { return precision.gradients == "bf16" ? DType::bf16 : DType::f32; }
 };
 

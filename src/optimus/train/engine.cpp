@@ -76,8 +76,9 @@ Engine::Engine(const RunConfig& config, EngineUse use, Device& device, std::uniq
       pipeline_(make_pipeline(use, memory.slot)),
       parameters_(allocate_parameters(table_, config, use, persistent_)) {
   if (use == EngineUse::train) {
-    optimizer_ = std::make_unique<Optimizer>(config.optimizer, config.model.tie_embeddings, parameters_, groups_, *ops_,
-                                             persistent_);
+    optimizer_ = std::make_unique<Optimizer>(config.optimizer, config.model.tie_embeddings, config.moment_dtype(),
+                                             philox_for(uint64_t(config.train.seed), "moments"), parameters_, groups_,
+                                             *ops_, persistent_);
     optimizer_->reset();
   }
   const Shape tokens{largest_batch_tokens(config, use)};
@@ -117,21 +118,25 @@ void Engine::initialise(uint64_t seed) {
   for (const FlatRange& held : master.held) {
     for (const RowRange& range : table_.rows_in(held.begin, held.count)) {
       const Parameter& row = table_[range.id];
-      const Tensor part = master.buffer.slice(held.offset + range.offset - held.begin, range.count);
+      const int64_t place = held.offset + range.offset - held.begin;
       if (row.init != Init::normal) {
-        ops_->fill(part, row.init == Init::ones ? 1.0 : 0.0);
+        write_state(master, place, range.count,
+                    [&](Tensor part, int64_t) { ops_->fill(part, row.init == Init::ones ? 1.0 : 0.0); });
         continue;
       }
       // Boxes of whole rows, so what the rank holds is a run of the global tensor's elements.
       const int64_t per_row = row.global.elements() / row.global[0];
       expects(row.boxes.size() == 1 && row.local.elements() == row.local[0] * per_row,
               "initialise: {} is cut across its rows", row.name);
-      const int64_t first = row.boxes[0].begin[0] * per_row + range.first;
-      ops_->fill_normal(part, float(row.init_std), generator, hash_name(row.name), first);
-      if (row.zero_row < 0) continue;
-      const int64_t begin = std::clamp(row.zero_row * per_row - first, int64_t(0), range.count);
-      const int64_t end = std::clamp((row.zero_row + 1) * per_row - first, int64_t(0), range.count);
-      if (begin < end) ops_->fill(part.slice(begin, end - begin), 0.0);
+      const auto draw = [&](Tensor part, int64_t at) {
+        const int64_t first = row.boxes[0].begin[0] * per_row + range.first + at - place, count = part.elements();
+        ops_->fill_normal(part, float(row.init_std), generator, hash_name(row.name), first);
+        if (row.zero_row < 0) return;
+        const int64_t begin = std::clamp(row.zero_row * per_row - first, int64_t(0), count);
+        const int64_t end = std::clamp((row.zero_row + 1) * per_row - first, int64_t(0), count);
+        if (begin < end) ops_->fill(part.slice(begin, end - begin), 0.0);
+      };
+      write_state(master, place, range.count, draw);
     }
   }
   refresh_weights();
@@ -140,7 +145,17 @@ void Engine::initialise(uint64_t seed) {
 FlatState Engine::master_weights() const {
   if (optimizer_) return optimizer_->master();
   const FlatRange all{0, table_.elements(), 0};
-  return {"", parameters_.weights, {all}, {all}};
+  return {"", parameters_.weights.dtype, parameters_.weights, {all}, {all}};
+}
+
+void Engine::write_state(const FlatState& state, int64_t first, int64_t count, const Optimizer::Piece& write) {
+  if (state.dtype == state.buffer.dtype) write(state.buffer.slice(first, count), first);
+  else optimizer_->write_master(first, count, write);
+}
+
+void Engine::read_state(const FlatState& state, int64_t first, int64_t count, const Optimizer::Piece& read) {
+  if (state.dtype == state.buffer.dtype) read(state.buffer.slice(first, count), first);
+  else optimizer_->read_master(first, count, read);
 }
 
 std::vector<FlatState> Engine::moments() const { return optimizer_->moments(); }
@@ -242,6 +257,7 @@ void Engine::weights_needed(int64_t layer) { optimizer_->weights_needed(layer); 
 void Engine::gradients_ready(int64_t layer) { optimizer_->gradients_ready(layer); }
 void Engine::layer_begins(int64_t layer) {
   layer_ = layer;
+  name_timeline();
   optimizer_->progress();
   pipeline_.progress();
 }
@@ -256,6 +272,17 @@ void Engine::step(int64_t step, const HostBatch& batch) {
   }
 }
 
+// "forward m2 layer 5" until the next layer; "forward m2" is what comes before the first.
+void Engine::name_timeline() {
+  if (!action_) return;
+  char name[64];
+  const auto end = layer_ < 0
+                       ? fmt::format_to_n(name, sizeof name, "{} m{}", name_of(action_->kind), action_->micro_batch)
+                       : fmt::format_to_n(name, sizeof name, "{} m{} layer {}", name_of(action_->kind),
+                                          action_->micro_batch, layer_);
+  device_.timeline({name, size_t(end.out - name)});
+}
+
 std::string Engine::position() const {
   if (!action_) return "reduction and update";
   return fmt::format("{} of micro-batch {}, layer {}", name_of(action_->kind), action_->micro_batch, layer_);
@@ -268,12 +295,15 @@ void Engine::forward_backward(const HostBatch& batch) {
   training_ = true;
   pipeline_.on_action = [this](const Action& action) {
     action_ = action;
+    layer_ = -1;
+    name_timeline();
     if (on_action) on_action(&action);
   };
   pipeline_.run(contexts(), [&](int m) { return micro_batch(whole, m * size, size); },
                 {scales_, loss_sums(), {step_counts_, previous_counts_}});
   action_.reset();
   training_ = false;
+  device_.timeline("update");
   if (on_action) on_action(nullptr);
 }
 
@@ -290,7 +320,8 @@ void Engine::update(int64_t step) {
   optimizer_->add_squares(squares);
   reduce_sums();
   ops_->clip_control(squares, loss_sums().cross_entropy, clip ? float(optimizer.clip_norm) : 0.0f, control_);
-  optimizer_->update(control_);
+  optimizer_->update(control_, step);
+  device_.timeline("");
 }
 
 StepResult Engine::result_wait() {
@@ -370,6 +401,7 @@ std::map<std::string, int64_t> Engine::peak_segments() const {
   add(persistent_, "", 1);
   add(pipeline_.largest_slot(), "saved: ", pipeline_.slots());
   add(workspace_, "", 1);
+  if (kernel_scratch() > 0) segments["kernels' scratch"] = kernel_scratch();
   return segments;
 }
 

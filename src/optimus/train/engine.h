@@ -16,6 +16,7 @@
 
 #include "optimus/comm/groups.h"
 #include "optimus/data/loader.h"
+#include "optimus/ops/cuda/limits.h"
 #include "optimus/optim/optimizer.h"
 #include "optimus/parallel/pipeline.h"
 #include "optimus/train/config.h"
@@ -28,7 +29,8 @@ struct EngineMemory {
   int64_t slot = -1;  ///< of one micro-batch in flight
   int64_t slots = 1;
   int64_t workspace = -1;
-  int64_t total() const { return persistent + slots * slot + workspace; }
+  int64_t fixed = 0;  ///< outside of arenas: the kernels' scratch
+  int64_t total() const { return persistent + slots * slot + workspace + fixed; }
 };
 
 /// What the engine is made for: only training has an optimizer, only the first two have gradients.
@@ -63,6 +65,10 @@ class Engine : private LayerEvents {
   /// The weights as training keeps them: the f32 master weights (a rank's shards), or the compute weights where there is
   /// no optimizer.
   FlatState master_weights() const;
+  /// Calls write(values, first) for pieces that cover [first, first + count) of a state's buffer, a part of a range held,
+  /// and keeps what it put there; read_state() shows the same pieces. `values` are of the state's type.
+  void write_state(const FlatState& state, int64_t first, int64_t count, const Optimizer::Piece& write);
+  void read_state(const FlatState& state, int64_t first, int64_t count, const Optimizer::Piece& read);
   /// All weights and gradients that the rank holds, in the table's layout. After a step a gradient is the sum over all
   /// ranks where the rank's optimizer needs it, see optimizer.h.
   Tensor weights() const { return parameters_.weights; }
@@ -71,7 +77,7 @@ class Engine : private LayerEvents {
   std::vector<FlatState> moments() const;
   /// The last step's expert counts f32 [N,E] where the next step depends on them (balance_unit "global"), else empty.
   Tensor carried_counts() const;
-  /// After master_weights() was overwritten: makes the compute weights of all ranks follow.
+  /// After the master weights were written: makes the compute weights of all ranks follow.
   void refresh_weights();
 
   /// The last update's weights have arrived from the ranks that made them (the next step waits by itself).
@@ -109,7 +115,7 @@ class Engine : private LayerEvents {
   /// Bytes in use at most so far, all arenas.
   int64_t peak_bytes() const { return peak_memory().total(); }
   EngineMemory peak_memory() const {
-    return {persistent_.peak(), pipeline_.slot_peak(), pipeline_.slots(), workspace_.peak()};
+    return {persistent_.peak(), pipeline_.slot_peak(), pipeline_.slots(), workspace_.peak(), kernel_scratch()};
   }
   std::map<std::string, int64_t> peak_segments() const;
 
@@ -117,6 +123,7 @@ class Engine : private LayerEvents {
   void weights_needed(int64_t layer) override;
   void gradients_ready(int64_t layer) override;
   void layer_begins(int64_t layer) override;
+  int64_t kernel_scratch() const { return device_.kind() == DeviceKind::cuda ? cuda::kScratchBytes : 0; }
   Pipeline make_pipeline(EngineUse use, int64_t slot_capacity);
   std::unique_ptr<TokenDispatcher> make_dispatcher();
   Context context(Arena& saved, Arena* deferred, int micro_batch);
@@ -129,6 +136,8 @@ class Engine : private LayerEvents {
   void update(int64_t step);
   /// Losses to zero; the last step's expert counts become the previous ones.
   void begin_sums();
+  /// Names what follows in profilers, by action and layer.
+  void name_timeline();
   /// Where the step is, for errors of communication.
   std::string position() const;
   /// The sums of all ranks.

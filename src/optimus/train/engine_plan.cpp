@@ -1,15 +1,17 @@
 #include "optimus/train/engine_plan.h"
 
+#include "optimus/train/backend.h"
+
 namespace optimus {
 namespace {
 
 /// One rank on a dry device. An engine's dry twin shares nothing with it but the code.
 struct DryRun {
-  DryRun(const RunConfig& config, EngineUse use, int rank) : device(make_dry_device(DeviceKind::cpu)) {
-    auto owned = std::make_unique<DryOps>();
+  DryRun(const RunConfig& config, EngineUse use, int rank) : device(make_dry_device(config.device_kind())) {
+    auto owned = std::make_unique<DryOps>(config.device_kind(), config.run.deterministic);
     ops = owned.get();
-    engine.emplace(config, use, *device, std::move(owned), make_dry_groups(config.mesh, rank, messages),
-                   EngineMemory{});
+    engine.emplace(config, use, *device, std::move(owned),
+                   make_dry_groups(config.mesh, rank, messages, config.device_kind()), EngineMemory{});
     ops->clear();
     messages.clear();
   }
@@ -78,6 +80,10 @@ Trace trace_step(const RunConfig& config, int rank) {
   return trace;
 }
 
+int sharers(const Device& device, const Processes& processes) {
+  return device.kind() == DeviceKind::cpu ? processes.local_size() : 1;
+}
+
 void check_fits(const EnginePlan& plan, const Device& device, int sharers) {
   if (device.capacity() > 0 && plan.memory.total() > device.capacity() / sharers) {
     std::vector<std::pair<int64_t, std::string>> largest;
@@ -97,9 +103,9 @@ void check_fits(const EnginePlan& plan, const Device& device, int sharers) {
 
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan,
                                     Processes& processes) {
-  check_fits(plan, device, processes.local_size());
-  return std::make_unique<Engine>(config, use, device, make_cpu_ops(), make_groups(processes, config.mesh),
-                                  plan.memory);
+  check_fits(plan, device, sharers(device, processes));
+  return std::make_unique<Engine>(config, use, device, make_ops(config, device),
+                                  make_groups(processes, config.mesh, device), plan.memory);
 }
 
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {

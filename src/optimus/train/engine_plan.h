@@ -27,6 +27,8 @@ struct Trace {
 /// A dry step of one rank whose experts are balanced.
 Trace trace_step(const RunConfig& config, int rank);
 
+/// How many ranks share the device's memory: those of a machine its CPU's, one a GPU's.
+int sharers(const Device& device, const Processes& processes);
 /// Throws Error(kMemory) naming the largest segments when the plan does not fit the device, shared by that many ranks.
 void check_fits(const EnginePlan& plan, const Device& device, int sharers = 1);
 

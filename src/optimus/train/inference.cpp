@@ -1,5 +1,6 @@
 #include "optimus/train/inference.h"
 
+#include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
 #include "optimus/train/run_state.h"
 
@@ -14,9 +15,12 @@ std::string tokenizer_name(const Checkpoint& checkpoint) {
 
 }  // namespace
 
-Inference::Inference(Checkpoint checkpoint, EngineUse use, int64_t sequences, int64_t sequence)
-    : checkpoint_(std::move(checkpoint)), device_(make_cpu_device()) {
+Inference::Inference(Checkpoint checkpoint, EngineUse use, const std::string& device, int64_t sequences,
+                     int64_t sequence)
+    : checkpoint_(std::move(checkpoint)) {
   RunConfig config;
+  config.run.device = device != "auto" ? device : cuda_devices() > 0 ? "cuda" : "cpu";
+  device_ = open_device(config, *make_single_process());
   config.model = model_config_of(checkpoint_);
   if (sequence > 0) {
     require(sequence <= config.model.sequence, ErrorKind::kUsage,

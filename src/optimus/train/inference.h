@@ -1,4 +1,4 @@
-// A checkpoint ready to be asked: its model on this machine's CPU in f32, with its tokenizer.
+// A checkpoint ready to be asked: its model on this machine in f32, with its tokenizer.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,8 @@ class Inference {
  public:
   /// `sequences` of `sequence` tokens are the largest batch (EngineUse::generation: one, cached). `sequence` 0: the
   /// model's own; Error(kUsage) when it is longer.
-  Inference(Checkpoint checkpoint, EngineUse use, int64_t sequences, int64_t sequence = 0);
+  /// `device` as run.device.
+  Inference(Checkpoint checkpoint, EngineUse use, const std::string& device, int64_t sequences, int64_t sequence = 0);
 
   Checkpoint& checkpoint() { return checkpoint_; }
   Engine& engine() { return *engine_; }

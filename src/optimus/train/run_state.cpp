@@ -31,7 +31,7 @@ std::vector<TensorPart> parts_of_ranges(const Engine& engine, const FlatState& s
   std::vector<TensorPart> parts;
   for (const FlatRange& range : ranges) {
     const std::vector<TensorPart> more =
-        parts_of(engine.table(), state.prefix, state.buffer.dtype, range.begin, range.count, range.offset);
+        parts_of(engine.table(), state.prefix, state.dtype, range.begin, range.count, range.offset);
     parts.insert(parts.end(), more.begin(), more.end());
   }
   return parts;
@@ -40,7 +40,10 @@ std::vector<TensorPart> parts_of_ranges(const Engine& engine, const FlatState& s
 void load_flat(Engine& engine, Checkpoint& checkpoint, const FlatState& state) {
   checkpoint.load(parts_of_ranges(engine, state, state.held),
                   [&](const TensorPart& part, int64_t first, std::span<const std::byte> bytes) {
-                    engine.device().from_host(elements_of(state.buffer, part, first, bytes.size()), bytes.data());
+                    const int64_t size = size_of(part.dtype), begin = part.offset + first;
+                    engine.write_state(state, begin, int64_t(bytes.size()) / size, [&](Tensor values, int64_t at) {
+                      engine.device().from_host(values, bytes.data() + (at - begin) * size);
+                    });
                   });
 }
 
@@ -51,18 +54,23 @@ void save_state(Engine& engine, const fs::path& folder, int64_t step, nlohmann::
   CheckpointWriter writer(folder, step, processes);
   nlohmann::json source;
   together(processes, [&] {
-    const auto from = [&](Tensor buffer) {
-      return [&engine, buffer](const TensorPart& part, int64_t first, std::span<std::byte> out) {
-        engine.device().to_host_wait(out.data(), elements_of(buffer, part, first, out.size()));
-      };
-    };
     const auto write = [&](const std::string& file, const FlatState& state) {
-      writer.write(file, parts_of_ranges(engine, state, state.owned), from(state.buffer));
+      writer.write(file, parts_of_ranges(engine, state, state.owned),
+                   [&](const TensorPart& part, int64_t first, std::span<std::byte> out) {
+                     const int64_t size = size_of(part.dtype), begin = part.offset + first;
+                     engine.read_state(state, begin, int64_t(out.size()) / size, [&](Tensor values, int64_t at) {
+                       engine.device().to_host_wait(out.data() + (at - begin) * size, values);
+                     });
+                   });
     };
     write("weights.safetensors", engine.master_weights());
     for (const FlatState& moment : engine.moments()) write(moment.prefix + "safetensors", moment);
     const Tensor counts = engine.carried_counts();
-    if (processes.rank() == 0 && counts) writer.write("router.safetensors", {counts_part(counts)}, from(counts));
+    if (processes.rank() == 0 && counts)
+      writer.write("router.safetensors", {counts_part(counts)},
+                   [&](const TensorPart& part, int64_t first, std::span<std::byte> out) {
+                     engine.device().to_host_wait(out.data(), elements_of(counts, part, first, out.size()));
+                   });
     if (processes.rank() == 0 && !origin.empty()) source = passed_on(origin, writer);
   });
   writer.commit(std::move(sections), std::move(source));

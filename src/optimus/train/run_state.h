@@ -1,5 +1,5 @@
-// The engine's state to and from checkpoints: master weights in weights.safetensors, the moments in m.safetensors and
-// v.safetensors, the expert counts that the next step needs (balance_unit "global") in router.safetensors. Every rank
+// The engine's state to and from checkpoints: f32 master weights in weights.safetensors, the moments as they are (f32 or
+// bf16; a run of the other type converts them as it loads) in m.safetensors and v.safetensors, the expert counts that the next step needs (balance_unit "global") in router.safetensors. Every rank
 // writes what it owns and reads what it holds, whatever layout wrote it. All functions that take an engine are
 // collective; an error of one rank is thrown on all.
 #pragma once

@@ -10,6 +10,7 @@
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/comm/together.h"
 #include "optimus/optim/schedule.h"
+#include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
 #include "optimus/train/evaluation.h"
 #include "optimus/train/run_state.h"
@@ -31,7 +32,7 @@ void log_plan(const EnginePlan& plan, const RunConfig& config) {
 }  // namespace
 
 Trainer::Trainer(const RunConfig& config, const std::atomic<int>& signal, Processes& processes)
-    : config_(config), signal_(signal), processes_(processes), device_(make_cpu_device()) {
+    : config_(config), signal_(signal), processes_(processes), device_(open_device(config, processes)) {
   together(processes, [&] {
     if (!first()) return;
     make_folder(fs::path(config.run.dir) / "checkpoints");

@@ -17,6 +17,7 @@ void CpuOps::fill(Tensor x, double value) {
     });
   };
   switch (x.dtype) {
+    case DType::i16: return fill_as(int16_t{});
     case DType::i32: return fill_as(int32_t{});
     case DType::i64: return fill_as(int64_t{});
     case DType::f64: return fill_as(double{});
@@ -41,9 +42,10 @@ void CpuOps::copy(Tensor from, Tensor to) {
       }
     });
   };
-  if (from.dtype == DType::i32 || from.dtype == DType::i64 || from.dtype == DType::f64) {
+  if (from.dtype != DType::f32 && from.dtype != DType::bf16) {
     expects(from.dtype == to.dtype, "copy of {} to {}", name_of(from.dtype), name_of(to.dtype));
     switch (from.dtype) {
+      case DType::i16: return copy_as(int16_t{}, int16_t{});
       case DType::i32: return copy_as(int32_t{}, int32_t{});
       case DType::i64: return copy_as(int64_t{}, int64_t{});
       default: return copy_as(double{}, double{});

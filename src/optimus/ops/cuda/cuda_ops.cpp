@@ -1,6 +1,7 @@
 #include "optimus/ops/cuda/cuda_ops.h"
 
 #include "optimus/ops/cuda/cudnn_attention.h"
+#include "optimus/ops/cuda/hopper_grouped.h"
 #include "optimus/ops/cuda/matmul.h"
 
 namespace optimus {
@@ -12,6 +13,7 @@ CudaOps::CudaOps(CudaDevice& device, bool deterministic)
       deterministic_(deterministic),
       scratch_(device),
       matmuls_(std::make_unique<Matmuls>(device)),
+      grouped_(std::make_unique<GroupedKernels>()),
       cudnn_(std::make_unique<CudnnAttention>(device, deterministic)) {}
 
 CudaOps::~CudaOps() = default;

@@ -9,8 +9,9 @@
 
 namespace optimus::cuda {
 
-class Matmuls;         // matmul.cpp
-class CudnnAttention;  // cudnn_attention.cpp
+class Matmuls;          // matmul.cpp
+class CudnnAttention;   // cudnn_attention.cpp
+struct GroupedKernels;  // hopper_grouped.h
 
 class CudaOps final : public Ops {
  public:
@@ -84,6 +85,7 @@ class CudaOps final : public Ops {
   bool deterministic_;
   Scratch scratch_;  ///< of the op that is running
   std::unique_ptr<Matmuls> matmuls_;
+  std::unique_ptr<GroupedKernels> grouped_;
   std::unique_ptr<CudnnAttention> cudnn_;
 };
 

@@ -90,6 +90,18 @@ __device__ T reduce_warp(T value, Combine combine) {
   return value;
 }
 
+/// The sum of the values of the lanes up to and with the calling one.
+template <typename T>
+__device__ T prefix_sum_warp(T value) {
+  const int lane = int(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const T lower = __shfl_up_sync(kAllLanes, value, unsigned(offset));
+    if (lane >= offset) value += lower;
+  }
+  return value;
+}
+
 /// All threads of the block get the same result; every thread must call it. blockDim.x is a multiple of 32.
 template <typename T, typename Combine>
 __device__ T reduce_block(T value, Combine combine) {

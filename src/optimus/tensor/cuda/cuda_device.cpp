@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include <nvtx3/nvToolsExt.h>
+
 namespace optimus {
 namespace cuda {
 
@@ -19,6 +21,9 @@ std::string version_text(int version) { return fmt::format("{}.{}", version / 10
 
 // Number of GPUs, or one sentence why there is none to use.
 int count_devices() {
+  // Streams that share a hardware queue wait for each other: messages that wait for a peer must not hold up others. Read
+  // by the driver when it starts.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   int devices = 0, driver = 0;
   const cudaError_t status = cudaGetDeviceCount(&devices);
   if (status == cudaSuccess) return devices;
@@ -69,7 +74,14 @@ void* CudaDevice::allocate(int64_t bytes) {
   require(status != cudaErrorMemoryAllocation, ErrorKind::kMemory, "GPU {} refused {:.2f} GiB of memory", index_,
           double(bytes) / 0x1p30);
   check(status, "cudaMalloc");
+  OPTIMUS_CUDA(cudaMemsetAsync(data, 0, size_t(std::max<int64_t>(bytes, 1)), stream_));
   return data;
+}
+
+int64_t CudaDevice::used_bytes() const {
+  size_t free = 0, total = 0;
+  OPTIMUS_CUDA(cudaMemGetInfo(&free, &total));
+  return int64_t(total - free);
 }
 
 void CudaDevice::release(void* data, int64_t) { cudaFree(data); }
@@ -97,6 +109,12 @@ void CudaDevice::to_host_wait(void* to, Tensor from) {
   OPTIMUS_CUDA(cudaStreamSynchronize(stream_));
 }
 
+void CudaDevice::timeline(std::string_view name) {
+  if (in_range_) nvtxRangePop();
+  in_range_ = !name.empty();
+  if (in_range_) nvtxRangePushA(std::string(name).c_str());
+}
+
 void CudaDevice::synchronise_wait() { OPTIMUS_CUDA(cudaStreamSynchronize(stream_)); }
 
 CudaDevice& as_cuda(Device& device) {
@@ -110,6 +128,7 @@ CudaDevice& as_cuda(Device& device) {
 std::unique_ptr<Device> make_cuda_device(int index) { return std::make_unique<cuda::CudaDevice>(index); }
 
 int cuda_devices() {
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   int devices = 0;
   if (cudaGetDeviceCount(&devices) == cudaSuccess) return devices;
   cudaGetLastError();

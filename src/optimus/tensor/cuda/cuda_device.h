@@ -16,11 +16,13 @@ class CudaDevice final : public Device {
   DeviceKind kind() const override { return DeviceKind::cuda; }
   /// What was free when the device was opened, with its context and modules loaded.
   int64_t capacity() const override { return capacity_; }
+  int64_t used_bytes() const override;
   void* allocate(int64_t bytes) override;
   void release(void* data, int64_t bytes) override;
   /// In order on the compute stream. `from` may be reused at once.
   void from_host(Tensor to, const void* from) override;
   void to_host_wait(void* to, Tensor from) override;
+  void timeline(std::string_view name) override;
   void synchronise_wait() override;
 
   int index() const { return index_; }
@@ -39,6 +41,7 @@ class CudaDevice final : public Device {
   // Host memory that the device copies from and to: a ring for small copies on their way to the device.
   std::byte* staging_ = nullptr;
   int64_t staged_ = 0;
+  bool in_range_ = false;  ///< of the timeline
 };
 
 /// The device behind the interface; anything else is a bug.

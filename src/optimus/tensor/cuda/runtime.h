@@ -31,7 +31,10 @@ class Event {
 
 class Stream {
  public:
-  Stream() { OPTIMUS_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  /// Of streams whose blocks are ready, the device serves those of the lowest number first.
+  explicit Stream(int priority = 0) {
+    OPTIMUS_CUDA(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority));
+  }
   ~Stream() { cudaStreamDestroy(stream_); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;

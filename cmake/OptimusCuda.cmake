@@ -13,14 +13,17 @@ function(optimus_add_cuda target)
   list(APPEND flags -Xptxas=--warning-as-error)
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
   if("90a" IN_LIST OPTIMUS_CUDA_ARCHITECTURES)
-    target_compile_definitions(${target} PRIVATE OPTIMUS_HOPPER_KERNELS=1)
+    target_compile_definitions(${target} PUBLIC OPTIMUS_HOPPER_KERNELS=1)
   endif()
   # fmt 9 takes nvcc for a compiler without constexpr, but calls its functions in constant expressions.
   target_compile_definitions(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:FMT_USE_CONSTEXPR=1>)
   # CUTLASS's asserts in kernels would make ptxas serialise wgmma.
-  target_compile_definitions(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:NDEBUG>
-    OPTIMUS_CUDA_ARCHITECTURES="${OPTIMUS_CUDA_ARCHITECTURES}")
-  target_compile_definitions(${target} PUBLIC OPTIMUS_HAS_CUDA=1)
-  target_link_libraries(${target} PRIVATE CUDA::cudart_static CUDA::cublasLt CUDA::nvrtc cuDNN::cuDNN NCCL::NCCL
+  target_compile_definitions(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:NDEBUG>)
+  # Public, because users of the precompiled header need the same macros.
+  target_compile_definitions(${target} PUBLIC OPTIMUS_HAS_CUDA=1 OPTIMUS_CUDA_ARCHITECTURES="${OPTIMUS_CUDA_ARCHITECTURES}")
+  # Of CUDA's libraries only the runtime is linked, statically. The others are opened when they are first needed, so that
+  # the program starts without them; a program that runs where it was built finds the toolkit's.
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS} cuDNN::headers NCCL::headers
     CudnnFrontend::headers CUTLASS::headers CUDA::nvtx3)
+  target_link_options(${target} INTERFACE "LINKER:-rpath,${CUDAToolkit_LIBRARY_DIR}")
 endfunction()

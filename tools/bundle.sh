@@ -3,14 +3,14 @@
 # a GPU host with another (Ubuntu 24.04): the program, its tests, and the small libraries that the host may lack. The
 # host's own MPI, CUDA, cuDNN and NCCL are used; of several cuDNN the launcher prefers the newest.
 #
-# Usage: tools/bundle.sh [build folder] [output.tar.zst]     default: build/cuda, build/optimus-bundle.tar.zst
+# Usage: tools/bundle.sh [build folder] [output.tar.gz]     default: build/cuda, build/optimus-bundle.tar.gz
 #
-# On the host: tar -xf optimus-bundle.tar.zst, then bundle/optimus ..., or bundle/run tests/ops_tests ...
+# On the host: tar -xf optimus-bundle.tar.gz, then bundle/optimus ..., or bundle/run tests/ops_tests ...
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")/.."
 
 build=${1:-build/cuda}
-output=${2:-build/optimus-bundle.tar.zst}
+output=${2:-build/optimus-bundle.tar.gz}
 staging=$(mktemp -d)
 trap 'rm -rf "$staging"' EXIT
 bundle=$staging/bundle
@@ -63,5 +63,5 @@ cat > "$bundle/optimus" <<'RUN'
 exec "$(dirname "$(readlink -f "$0")")/run" bin/optimus "$@"
 RUN
 chmod +x "$bundle/run" "$bundle/optimus"
-tar -C "$staging" --zstd -cf "$output" bundle
+tar -C "$staging" -czf "$output" bundle
 echo "$output: $(du -h "$output" | cut -f1)"

@@ -87,6 +87,9 @@ std::vector<AttentionShape> attention_shapes() {
   add(1, 200, 200, 2, 2, 128);
   add(1, 64, 192, 2, 1, 128);
   add(1, 33, 33, 1, 1, 256);
+  add(1, 68, 68, 2, 1, 64);
+  add(1, 64, 192, 4, 4, 128);
+  add(1, 100, 332, 4, 2, 72);
   add(0, 4, 4, 2, 1, 16);
   return out;
 }

@@ -1,7 +1,9 @@
 // Arenas: stack order, exact capacity, and the dry run's peak that sizes the real one.
 #include "optimus/tensor/arena.h"
 
+#include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include <gtest/gtest.h>
 
@@ -137,6 +139,44 @@ TEST(Device, RefusedMemoryIsAMemoryError) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kMemory);
   }
+}
+
+// Counts what is allocated; memory checkers work by allocation.
+class CountingDevice final : public Device {
+ public:
+  DeviceKind kind() const override { return DeviceKind::cpu; }
+  int64_t capacity() const override { return 0; }
+  void* allocate(int64_t bytes) override {
+    sizes.insert(bytes);
+    return ::operator new(size_t(bytes));
+  }
+  void release(void* data, int64_t bytes) override {
+    sizes.erase(sizes.find(bytes));
+    ::operator delete(data);
+  }
+  void from_host(Tensor, const void*) override {}
+  void to_host_wait(void*, Tensor) override {}
+  std::multiset<int64_t> sizes;
+};
+
+TEST(Arena, ADebugArenaAllocatesEachTensorAlone) {
+  setenv("OPTIMUS_DEBUG_ARENA", "1", 1);
+  CountingDevice device;
+  {
+    Arena arena(device, "test", 4096);
+    EXPECT_TRUE(device.sizes.empty());
+    arena.allocate(DType::f32, {3}, "kept");
+    {
+      Arena::Scope scope(arena);
+      arena.allocate(DType::bf16, {5}, "scoped");
+      EXPECT_EQ(device.sizes, (std::multiset<int64_t>{10, 12}));
+      EXPECT_THROW(arena.allocate(DType::f32, {4096}, "too much"), std::logic_error);
+    }
+    EXPECT_EQ(device.sizes, (std::multiset<int64_t>{12}));
+    EXPECT_EQ(arena.used(), 256);
+  }
+  EXPECT_TRUE(device.sizes.empty());
+  unsetenv("OPTIMUS_DEBUG_ARENA");
 }
 
 }  // namespace

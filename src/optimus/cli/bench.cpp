@@ -19,6 +19,7 @@
 #include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
 #include "optimus/train/metrics.h"
+#include "optimus/train/run_state.h"
 
 namespace optimus {
 namespace {
@@ -27,7 +28,7 @@ struct BenchOptions {
   std::string config;
   std::vector<std::string> overrides;
   int64_t steps = 20;
-  bool profile = false;
+  bool profile = false, tune = false;
   std::string only;
   bool json = false;
 };
@@ -47,8 +48,8 @@ bool data_exists(const DataConfig& data) {
   });
 }
 
-HostBatch random_batch(const RunConfig& config, int64_t step, int64_t first_sequence) {
-  std::vector<int32_t> tokens(size_t(config.local_batch() * config.model.sequence));
+HostBatch random_batch(const RunConfig& config, int64_t step, int64_t first_sequence, int64_t sequences) {
+  std::vector<int32_t> tokens(size_t(sequences * config.model.sequence));
   const Philox generator = philox_for(uint64_t(config.train.seed), "bench tokens");
   for (size_t i = 0; i < tokens.size(); ++i) {
     uint32_t words[4];
@@ -86,7 +87,8 @@ struct Bench {
   }
 
   double step(int64_t number) {
-    const HostBatch batch = loader ? loader->next(number) : random_batch(config, number, first_sequence);
+    const HostBatch batch =
+        loader ? loader->next(number) : random_batch(config, number, first_sequence, config.local_batch());
     const auto start = Clock::now();
     engine->step(number, batch);
     result = engine->result_wait();
@@ -258,8 +260,24 @@ int bench_step(const BenchOptions& options, Processes& processes) {
   return 0;
 }
 
+/// A step and an evaluation in which each product tries all algorithms that the library offers.
+int tune(const BenchOptions& options, Processes& processes) {
+  Bench bench(options, processes, false);
+  require(bench.config.device_kind() == DeviceKind::cuda, ErrorKind::kUsage,
+          "--tune is for GPUs: on a CPU there is nothing to choose");
+  bench.engine->start_tuning_wait();
+  bench.step(0);
+  bench.engine->evaluate_wait(random_batch(bench.config, 0, 0, bench.config.train.micro_batch));
+  make_folder(bench.config.run.dir);
+  const fs::path file = fs::path(bench.config.run.dir) / kTuningFile;
+  write_text_atomically(file, bench.engine->choices());
+  fmt::print("{}\n", nlohmann::ordered_json{{"out", file.string()}}.dump());
+  return 0;
+}
+
 int bench_kernels(const BenchOptions& options, Processes& processes) {
   require(processes.size() == 1, ErrorKind::kUsage, "bench ops measures one device; start it without mpirun");
+  if (options.tune) return tune(options, processes);
   const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape);
   const auto device = open_device(config, processes);
   const auto ops = make_ops(config, *device);
@@ -303,6 +321,7 @@ void add_mode(CLI::App& bench, const std::string& name, const std::string& help,
     mode->add_flag("--profile", options->profile, "Op by op; each is waited for");
   } else {
     mode->add_option("--only", options->only, "Cases whose name or shape contains this");
+    mode->add_flag("--tune", options->tune, "Time a library's algorithms in a step and keep the choice in run.dir");
   }
   mode->add_flag("--json", options->json, "One line of JSON");
   mode->callback([=] { run_on_ranks([&](Processes& processes) { return run(*options, processes); }); });

@@ -372,9 +372,10 @@ class OpsBench {
       positions[size_t(t)] = int32_t(t % model_.sequence);
       ids[size_t(t)] = int32_t(generator() % uint64_t(V));
     }
-    row("rope", fmt::format("{} rows of {} heads of {}", T, H, W), [=, this](Operands& o) -> Call {
-      const Tensor x = o.normal(type_, {T, H * W}), at = o.indices({T}, positions);
-      return [=](Ops& ops) { ops.rope(x, at, H, 1e4f, RopeDirection::forward, x); };
+    const int64_t turned = H + model_.kv_heads;  // queries and keys in one call
+    row("rope", fmt::format("{} rows of {} heads of {}", T, turned, W), [=, this](Operands& o) -> Call {
+      const Tensor x = o.normal(type_, {T, turned * W}), at = o.indices({T}, positions);
+      return [=](Ops& ops) { ops.rope(x, at, turned, 1e4f, RopeDirection::forward, x); };
     });
     row("add", fmt::format("{} rows of {}", T, D), [=, this](Operands& o) -> Call {
       const Tensor a = o.normal(type_, {T, D}), b = o.normal(type_, {T, D}), y = o.empty(type_, {T, D});

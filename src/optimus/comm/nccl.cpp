@@ -28,7 +28,7 @@
 namespace optimus {
 namespace {
 
-using cuda::Lane, cuda::LaneGroup, cuda::CudaDevice;
+using cuda::Lane, cuda::LaneGroup, cuda::CudaDevice, cuda::nccl;
 
 /// For what is only moved.
 constexpr ncclDataType_t kBytes = ncclUint8;
@@ -68,13 +68,14 @@ class NcclCommunicator final : public Communicator {
     ncclUniqueId id{};
     static_assert(sizeof id % sizeof(int32_t) == 0);
     if (rank() == 0)
-      require(ncclGetUniqueId(&id) == ncclSuccess, ErrorKind::kCommunication, "rank {}, group {}: ncclGetUniqueId: {}",
-              group_->world_rank, group_->name, ncclGetLastError(nullptr));
+      require(nccl().ncclGetUniqueId(&id) == ncclSuccess, ErrorKind::kCommunication,
+              "rank {}, group {}: ncclGetUniqueId: {}", group_->world_rank, group_->name,
+              nccl().ncclGetLastError(nullptr));
     host_->broadcast(Tensor(&id, DType::i32, {int64_t(sizeof id / sizeof(int32_t))}), 0);
     lane_ = std::make_unique<Lane>(group_, "ncclCommInitRankConfig", [&](ncclComm_t* comm) {
       ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
       config.blocking = 1;
-      return ncclCommInitRankConfig(comm, size(), id, rank(), &config);
+      return nccl().ncclCommInitRankConfig(comm, size(), id, rank(), &config);
     });
     if (messages == Messages::between_neighbours) connect_neighbours();
   }
@@ -88,7 +89,7 @@ class NcclCommunicator final : public Communicator {
     if (x.elements() == 0) return;
     std::byte* data = bytes_of(x);
     start("all_reduce", "ncclAllReduce", x.bytes(), [&] {
-      return ncclAllReduce(data, data, size_t(x.elements()), type, ncclSum, lane_->comm(), lane_->stream());
+      return nccl().ncclAllReduce(data, data, size_t(x.elements()), type, ncclSum, lane_->comm(), lane_->stream());
     })->wait();
   }
 
@@ -97,7 +98,7 @@ class NcclCommunicator final : public Communicator {
     if (x.elements() == 0) return;
     std::byte* data = bytes_of(x);
     start("broadcast", "ncclBroadcast", x.bytes(), [&] {
-      return ncclBroadcast(data, data, size_t(x.bytes()), kBytes, root, lane_->comm(), lane_->stream());
+      return nccl().ncclBroadcast(data, data, size_t(x.bytes()), kBytes, root, lane_->comm(), lane_->stream());
     })->wait();
   }
 
@@ -114,8 +115,8 @@ class NcclCommunicator final : public Communicator {
     if (part.elements() == 0) return std::make_unique<FinishedTransfer>();
     std::byte *from = bytes_of(whole), *to = bytes_of(part);
     return start("reduce_scatter", "ncclReduceScatter", whole.bytes(), [&] {
-      return ncclReduceScatter(from, to, size_t(part.elements()), type_of(part.dtype), ncclSum, lane_->comm(),
-                               lane_->stream());
+      return nccl().ncclReduceScatter(from, to, size_t(part.elements()), type_of(part.dtype), ncclSum, lane_->comm(),
+                                      lane_->stream());
     });
   }
   bool reduce_needs_scratch() const override { return false; }
@@ -124,8 +125,9 @@ class NcclCommunicator final : public Communicator {
     check_all_gather(*this, part, whole);
     if (part.elements() == 0) return std::make_unique<FinishedTransfer>();
     std::byte *from = bytes_of(part), *to = bytes_of(whole);
-    return start("all_gather", "ncclAllGather", whole.bytes(),
-                 [&] { return ncclAllGather(from, to, size_t(part.bytes()), kBytes, lane_->comm(), lane_->stream()); });
+    return start("all_gather", "ncclAllGather", whole.bytes(), [&] {
+      return nccl().ncclAllGather(from, to, size_t(part.bytes()), kBytes, lane_->comm(), lane_->stream());
+    });
   }
 
   Pending start_all_to_all(Tensor send, std::span<const int64_t> send_rows, Tensor receive,
@@ -203,7 +205,7 @@ class NcclCommunicator final : public Communicator {
       const int edge = edge_in(phase), next = (edge + 1) % size();
       for (const bool forward : {true, false}) {
         auto lane = std::make_unique<Lane>(group_, "ncclCommSplit", [&](ncclComm_t* comm) {
-          return ncclCommSplit(lane_->comm(), edge < 0 ? NCCL_SPLIT_NOCOLOR : edge, rank(), comm, nullptr);
+          return nccl().ncclCommSplit(lane_->comm(), edge < 0 ? NCCL_SPLIT_NOCOLOR : edge, rank(), comm, nullptr);
         });
         if (edge < 0) continue;
         const int from = forward ? edge : next, to = forward ? next : edge;
@@ -253,6 +255,7 @@ std::unique_ptr<Communicator> make_nccl_communicator(Processes& processes, Devic
   if (host->size() == 1)
     return make_self_communicator(
         [stream = cuda.stream()](void* to, const void* from, int64_t bytes) { copy_on(stream, to, from, bytes); });
+  nccl();  // on every rank before the first waits for another one
   auto group = std::shared_ptr<LaneGroup>(new LaneGroup{cuda, processes.watchdog(), name, processes.rank()});
   return std::make_unique<NcclCommunicator>(std::move(group), std::move(host), messages);
 }

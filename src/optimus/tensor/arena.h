@@ -1,6 +1,9 @@
 // Arena: planned memory. It hands out tensors from one block by bumping an offset and takes them back in stack order
 // (Scope). A dry run measures the peak with an unbounded arena; the real run gets exactly that many bytes, so it either
 // does not start or does not run out.
+//
+// With OPTIMUS_DEBUG_ARENA set, every tensor is an allocation of its own and is given back at once, so that memory
+// checkers see each access outside of it and each read of what was never written. Far too slow to train with.
 #pragma once
 
 #include <map>
@@ -39,7 +42,7 @@ class Arena {
     explicit Scope(Arena& arena) : arena_(arena), used_(arena.used_), live_(arena.live_.size()) {}
     ~Scope() {
       arena_.used_ = used_;
-      if (arena_.dry_) arena_.forget(live_);
+      arena_.forget(live_);
     }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
@@ -52,24 +55,25 @@ class Arena {
   /// Gives back everything.
   void reset() {
     used_ = 0;
-    if (dry_) forget(0);
+    forget(0);
   }
 
  private:
   struct Live {
     std::string segment;
     int64_t bytes;
+    void* own;  ///< debug only
   };
   void forget(size_t keep);
 
   Device& device_;
   std::string name_;
   int64_t capacity_;
-  bool dry_;
+  bool dry_, debug_;
   std::byte* base_ = nullptr;
   int64_t used_ = 0;
   int64_t peak_ = 0;
-  std::vector<Live> live_;                     // dry only
+  std::vector<Live> live_;                     // dry and debug only
   std::map<std::string, int64_t> live_bytes_;  // dry only
   std::map<std::string, int64_t> peak_segments_;
 };

@@ -19,10 +19,12 @@ class Device {
   virtual bool dry() const { return false; }
   /// Bytes this process may plan with; 0 = unknown.
   virtual int64_t capacity() const = 0;
+  /// FLOP/s of dense bf16 products by the data sheet; 0 = unknown.
+  virtual double peak_flops() const { return 0; }
   /// Bytes in use on the device, by whatever; 0 = unknown.
   virtual int64_t used_bytes() const { return 0; }
 
-  /// Zeroed, 256-byte aligned. Throws Error(kMemory) when refused.
+  /// Uninitialised, 256-byte aligned. Throws Error(kMemory) when refused.
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* data, int64_t bytes) = 0;
 

@@ -80,6 +80,11 @@ class Engine : private LayerEvents {
   /// After the master weights were written: makes the compute weights of all ranks follow.
   void refresh_weights();
 
+  /// See Ops::choices().
+  std::string choices() const { return ops_->choices(); }
+  bool set_choices(const std::string& text) { return ops_->set_choices(text); }
+  void start_tuning_wait() { ops_->start_tuning_wait(); }
+
   /// The last update's weights have arrived from the ranks that made them (the next step waits by itself).
   void weights_wait() {
     if (optimizer_) optimizer_->finish_weights();

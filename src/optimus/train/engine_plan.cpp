@@ -103,9 +103,10 @@ void check_fits(const EnginePlan& plan, const Device& device, int sharers) {
 
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan,
                                     Processes& processes) {
+  // Communicators take a GPU's memory, too: they come before it is asked what is left.
+  Groups groups = make_groups(processes, config.mesh, device);
   check_fits(plan, device, sharers(device, processes));
-  return std::make_unique<Engine>(config, use, device, make_ops(config, device),
-                                  make_groups(processes, config.mesh, device), plan.memory);
+  return std::make_unique<Engine>(config, use, device, make_ops(config, device), std::move(groups), plan.memory);
 }
 
 std::unique_ptr<Engine> make_engine(const RunConfig& config, EngineUse use, Device& device, const EnginePlan& plan) {

@@ -83,6 +83,7 @@ void Trainer::start_or_resume() {
     if (checkpoint) check_same_data(*loader_, *checkpoint);
   });
   engine_ = make_engine(config_, EngineUse::train, *device_, plan, processes_);
+  take_choices(checkpoint);
   if (first()) log_plan(plan, config_);
   if (checkpoint) {
     load_state(*engine_, *checkpoint, processes_);
@@ -105,6 +106,19 @@ void Trainer::start_or_resume() {
     tensorboard_.emplace(config_.run.dir, completed_);
     progress_.emplace(config_.train.steps, config_.train.log_every, STDERR_FILENO);
   });
+}
+
+void Trainer::take_choices(const std::optional<Checkpoint>& checkpoint) {
+  std::string text;
+  together(processes_, [&] {
+    if (!first()) return;
+    const fs::path file = fs::path(config_.run.dir) / kTuningFile;
+    if (checkpoint) text = checkpoint->manifest().config.value("tuning", "");
+    else if (fs::exists(file)) text = read_text(file);
+  });
+  text = processes_.broadcast(text, 0);
+  if (!text.empty() && !engine_->set_choices(text) && first())
+    log().warn("the tuned choices of algorithms are for another device or library, and are not used");
 }
 
 int Trainer::run() {
@@ -191,7 +205,8 @@ void Trainer::report_here(int64_t completed, double seconds, const StepResult& r
   record.step_seconds = seconds;
   record.tokens_per_second = double(config_.tokens_per_step()) / seconds;
   record.tflops = record.tokens_per_second * flops_per_token(config_.model) / 1e12 / processes_.size();
-  record.mfu = NAN;  // a CPU's peak is not known; `optimus bench step` measures its ceiling
+  const double peak = device_->peak_flops();
+  record.mfu = peak > 0 ? record.tflops * 1e12 / peak : NAN;
   record.memory_peak_bytes = engine_->peak_bytes();
   record.valid_loss = valid_loss;
   const int64_t first_moe_layer = config_.model.moe ? config_.model.moe->first_dense_layers : 0;
@@ -234,6 +249,7 @@ void Trainer::save(int64_t completed) {
   const fs::path folder = step_folder(config_.run.dir, completed);
   nlohmann::json sections = section_to_json(config_);
   sections["data"]["windows"] = loader_->windows();
+  if (const std::string choices = engine_->choices(); !choices.empty()) sections["tuning"] = choices;
   save_state(*engine_, folder, completed, std::move(sections), origin_, processes_);
   saved_ = completed;
   if (!origin_.empty()) origin_ = folder;  // the older one may be pruned

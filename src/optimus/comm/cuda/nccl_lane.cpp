@@ -77,10 +77,10 @@ Lane::~Lane() {
   }
   const HostCall host_call(*this, "end", 0);
   if (comm && cudaStreamSynchronize(stream_) == cudaSuccess) {
-    const ncclResult_t result = ncclCommDestroy(comm);
+    const ncclResult_t result = nccl().ncclCommDestroy(comm);
     if (result != ncclSuccess)
       log().error("rank {}, group {}, end: ncclCommDestroy: {}", group_->world_rank, group_->name,
-                  ncclGetErrorString(result));
+                  nccl().ncclGetErrorString(result));
   }
   group_->watchdog->remove(*this);
 }
@@ -89,7 +89,7 @@ void Lane::check(const char* operation, const char* call, ncclResult_t result) {
   if (result == ncclSuccess) return;
   group_->broken = true;
   fail(ErrorKind::kCommunication, "rank {}, group {}, {}: {}: {} ({})", group_->world_rank, group_->name, operation,
-       call, ncclGetErrorString(result), ncclGetLastError(nullptr));
+       call, nccl().ncclGetErrorString(result), nccl().ncclGetLastError(nullptr));
 }
 
 Pending Lane::start(const char* operation, int64_t bytes, const std::function<void()>& enqueue) {
@@ -162,10 +162,10 @@ std::optional<Watched::Wait> Lane::oldest_wait() {
 std::string Lane::failure() {
   const std::lock_guard lock(mutex_);
   ncclResult_t result = ncclSuccess;
-  if (!comm_ || ncclCommGetAsyncError(comm_, &result) != ncclSuccess) return "";
+  if (!comm_ || nccl().ncclCommGetAsyncError(comm_, &result) != ncclSuccess) return "";
   if (result == ncclSuccess || result == ncclInProgress) return "";
   return fmt::format("rank {}, group {}: NCCL has failed: {} ({})", group_->world_rank, group_->name,
-                     ncclGetErrorString(result), ncclGetLastError(nullptr));
+                     nccl().ncclGetErrorString(result), nccl().ncclGetLastError(nullptr));
 }
 
 }  // namespace optimus::cuda

@@ -15,9 +15,8 @@
 #include <string>
 #include <vector>
 
-#include <nccl.h>
-
 #include "optimus/comm/communicator.h"
+#include "optimus/comm/cuda/nccl_library.h"
 #include "optimus/comm/watchdog.h"
 #include "optimus/tensor/cuda/cuda_device.h"
 
@@ -92,6 +91,7 @@ class Lane final : public Watched {
   Clock::time_point host_since_{};
 };
 
-#define OPTIMUS_NCCL(lane, operation, call) (lane).check((operation), #call, (call))
+/// `call` is a function's name and its arguments.
+#define OPTIMUS_NCCL(lane, operation, call) (lane).check((operation), #call, ::optimus::cuda::nccl().call)
 
 }  // namespace optimus::cuda

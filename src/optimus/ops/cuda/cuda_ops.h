@@ -18,6 +18,11 @@ class CudaOps final : public Ops {
   CudaOps(CudaDevice& device, bool deterministic);
   ~CudaOps() override;
 
+  // cuda_ops.cpp
+  std::string choices() const override;
+  bool set_choices(const std::string& text) override;
+  void start_tuning_wait() override { tuning_ = true; }
+
   // elementwise.cu
   void fill(Tensor x, double value) override;
   void copy(Tensor from, Tensor to) override;
@@ -83,6 +88,7 @@ class CudaOps final : public Ops {
   CudaDevice& device_;
   cudaStream_t stream_;
   bool deterministic_;
+  bool tuning_ = false;
   Scratch scratch_;  ///< of the op that is running
   std::unique_ptr<Matmuls> matmuls_;
   std::unique_ptr<GroupedKernels> grouped_;

@@ -1,4 +1,4 @@
-// Scaled dot-product attention by cuDNN's graph API (its frontend's headers take long to compile: nowhere else).
+// Scaled dot-product attention by cuDNN's graph API.
 //
 // q, o [B*queries, H*W] and k, v [B*keys, G*W] with any pitch are tensors [B, heads, positions, W] of strides
 // (positions*pitch, W, pitch, 1). The library's "stats" [B, H, queries, 1] are max + ln(sum of e^(score - max)), the
@@ -8,17 +8,15 @@
 // key/value heads) after the other in the same one. All of that is addressing: strides stay what they are.
 #include "optimus/ops/cuda/cudnn_attention.h"
 
-#include <cudnn_frontend.h>
-
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <limits>
 #include <map>
 #include <unordered_map>
 
-#include <cudnn.h>
-
 #include "optimus/base/log.h"
+#include "optimus/ops/cuda/cudnn_frontend.h"
 #include "optimus/ops/cuda/limits.h"
 
 namespace optimus::cuda {
@@ -30,10 +28,6 @@ namespace fe = cudnn_frontend;
 constexpr size_t kMendedVersion = 91501;
 constexpr int64_t kFaultyKeys = 128;
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
-
-std::string version_text(size_t version) {
-  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
-}
 
 /// Names of a graph's tensors.
 enum Uid : int64_t { kQ = 1, kK, kV, kO, kLse, kDo, kDq, kDk, kDv };
@@ -157,10 +151,10 @@ void* element(const Tensor& tensor, int64_t row, int64_t column) {
 
 struct CudnnAttention::State {
   State(CudaDevice& device, bool deterministic)
-      : stream(device.stream()), deterministic(deterministic), version(cudnnGetVersion()) {}
+      : stream(device.stream()), deterministic(deterministic), version(cudnn().cudnnGetVersion()) {}
   ~State() {
     plans.clear();
-    if (handle) cudnnDestroy(handle);
+    if (handle) cudnn().cudnnDestroy(handle);
   }
 
   /// The plan for a problem, of at most `most` bytes; of a backward pass one that needs more, if there is no other.
@@ -175,17 +169,17 @@ struct CudnnAttention::State {
       log().warn(
           "cuDNN {} has no {} attention of {} queries, {} keys and {} heads ({} of keys) of {}, slower kernels take "
           "its place: {}",
-          version_text(version), problem.pass == Pass::backward ? "backward" : "forward", s.queries, s.keys, s.heads,
-          s.kv_heads, s.head_dim, plan.refusal);
+          cudnn_version_text(version), problem.pass == Pass::backward ? "backward" : "forward", s.queries, s.keys,
+          s.heads, s.kv_heads, s.head_dim, plan.refusal);
     }
     return plans.emplace(key, std::move(plan)).first->second;
   }
 
   void open() {
-    const cudnnStatus_t status = cudnnCreate(&handle);
+    const cudnnStatus_t status = cudnn().cudnnCreate(&handle);
     require(status == CUDNN_STATUS_SUCCESS, ErrorKind::kUsage, "cuDNN {} cannot be used here: {}",
-            version_text(version), cudnnGetErrorString(status));
-    require(cudnnSetStream(handle, stream) == CUDNN_STATUS_SUCCESS, ErrorKind::kCommunication,
+            cudnn_version_text(version), cudnn().cudnnGetErrorString(status));
+    require(cudnn().cudnnSetStream(handle, stream) == CUDNN_STATUS_SUCCESS, ErrorKind::kCommunication,
             "cuDNN refused the device's stream");
   }
 
@@ -202,12 +196,7 @@ struct CudnnAttention::State {
 };
 
 CudnnAttention::CudnnAttention(CudaDevice& device, bool deterministic)
-    : state_(std::make_unique<State>(device, deterministic)) {
-  require(state_->version >= CUDNN_VERSION, ErrorKind::kUsage,
-          "cuDNN {} was found, and this program was built for cuDNN {}: put the folder of a newer libcudnn.so.9 first "
-          "in LD_LIBRARY_PATH",
-          version_text(state_->version), version_text(CUDNN_VERSION));
-}
+    : state_(std::make_unique<State>(device, deterministic)) {}
 
 CudnnAttention::~CudnnAttention() = default;
 

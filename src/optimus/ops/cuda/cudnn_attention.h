@@ -12,7 +12,7 @@ namespace optimus::cuda {
 /// The library's handle, made when it is first needed, and a plan for each shape seen so far.
 class CudnnAttention {
  public:
-  /// Throws Error(kUsage) where the library found at run time is older than the headers of the build.
+  /// Throws Error(kUsage) where the library is missing or older than the headers of the build.
   CudnnAttention(CudaDevice& device, bool deterministic);
   ~CudnnAttention();
   CudnnAttention(const CudnnAttention&) = delete;

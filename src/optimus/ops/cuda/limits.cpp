@@ -14,7 +14,8 @@ int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // Of one key/value head of one sequence, with its query heads. The backward graph holds rowsum(do * o) in f32; then
 // either the matrix dS in bf16 (deterministic: dQ is a product with it) or dQ in f32 (added to in any order); and where
-// query heads share a key/value head, dK and dV of each query head (taken as f32 here) before they are summed.
+// query heads share a key/value head, dK and dV of each query head before they are summed: in bf16 as of cuDNN 9.19,
+// taken as f32 here.
 int64_t workspace_bytes_of_a_kv_head(const AttentionShape& shape, bool deterministic) {
   const int64_t queries = round_up(shape.queries, kAttentionTile), keys = round_up(shape.keys, kAttentionTile);
   const int64_t group = shape.heads / shape.kv_heads;

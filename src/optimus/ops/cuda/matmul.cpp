@@ -10,14 +10,14 @@
 // rows.
 #include "optimus/ops/cuda/matmul.h"
 
-#include <cublasLt.h>
-
 #include <algorithm>
 #include <array>
 #include <limits>
 #include <tuple>
 #include <vector>
 
+#include "optimus/base/log.h"
+#include "optimus/ops/cuda/cublas_lt.h"
 #include "optimus/ops/cuda/cuda_ops.h"
 
 namespace optimus::cuda {
@@ -32,9 +32,10 @@ constexpr int kTimedRounds = 3, kRunsPerRound = 10;
 void check(cublasStatus_t status, const char* call) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   const ErrorKind kind = status == CUBLAS_STATUS_ALLOC_FAILED ? ErrorKind::kMemory : ErrorKind::kCommunication;
-  fail(kind, "the GPU failed: {} in {}", cublasLtGetStatusName(status), call);
+  fail(kind, "the GPU failed: {} in {}", cublas_lt().cublasLtGetStatusName(status), call);
 }
-#define OPTIMUS_CUBLAS(call) check((call), #call)
+/// `call` is a function's name and its arguments.
+#define OPTIMUS_CUBLAS(call) check(cublas_lt().call, #call)
 
 cudaDataType type_of(DType dtype) {
   expects(dtype == DType::f32 || dtype == DType::bf16, "a product of {}", name_of(dtype));
@@ -103,7 +104,7 @@ struct Plan {
 /// The descriptors of `key`; the algorithm is left open.
 Plan describe(const Key& key) {
   Plan plan;
-  OPTIMUS_CUBLAS(cublasLtMatmulDescInit(&plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  OPTIMUS_CUBLAS(cublasLtMatmulDescInit_internal(&plan.product, sizeof plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const auto set_transpose = [&](cublasLtMatmulDescAttributes_t attribute, Transpose transpose) {
     const cublasOperation_t operation = transpose == Transpose::yes ? CUBLAS_OP_T : CUBLAS_OP_N;
     const int32_t value = operation;
@@ -113,7 +114,8 @@ Plan describe(const Key& key) {
   set_transpose(CUBLASLT_MATMUL_DESC_TRANSB, key.ta);
   const auto layout = [](cublasLtMatrixLayoutOpaque_t& to, DType type, int64_t rows, int64_t columns, int64_t pitch) {
     // Our columns are the library's rows.
-    OPTIMUS_CUBLAS(cublasLtMatrixLayoutInit(&to, type_of(type), uint64_t(columns), uint64_t(rows), pitch));
+    OPTIMUS_CUBLAS(
+        cublasLtMatrixLayoutInit_internal(&to, sizeof to, type_of(type), uint64_t(columns), uint64_t(rows), pitch));
   };
   const bool ta = key.ta == Transpose::yes, tb = key.tb == Transpose::yes;
   layout(plan.first, key.in, tb ? key.n : key.k, tb ? key.k : key.n, key.pitch_b);
@@ -129,7 +131,7 @@ struct Matmuls::State {
   explicit State(CudaDevice& device) : device(device), stream(device.stream()) {
     OPTIMUS_CUBLAS(cublasLtCreate(&handle));
   }
-  ~State() { cublasLtDestroy(handle); }
+  ~State() { cublas_lt().cublasLtDestroy(handle); }
 
   std::vector<cublasLtMatmulAlgo_t> candidates(const Key& key, Plan& plan);
   const Plan& plan_of(const Key& key);
@@ -146,7 +148,7 @@ struct Matmuls::State {
 /// The library's list for a product, the best estimate first.
 std::vector<cublasLtMatmulAlgo_t> Matmuls::State::candidates(const Key& key, Plan& plan) {
   cublasLtMatmulPreferenceOpaque_t preference{};
-  OPTIMUS_CUBLAS(cublasLtMatmulPreferenceInit(&preference));
+  OPTIMUS_CUBLAS(cublasLtMatmulPreferenceInit_internal(&preference, sizeof preference));
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
     OPTIMUS_CUBLAS(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
   };
@@ -160,23 +162,22 @@ std::vector<cublasLtMatmulAlgo_t> Matmuls::State::candidates(const Key& key, Pla
   std::array<cublasLtMatmulHeuristicResult_t, kCandidates> found{};
   int count = 0;
   const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(handle, &plan.product, &plan.first, &plan.second, &plan.c, &plan.d, &preference,
-                                     kCandidates, found.data(), &count);
-  if (status != CUBLAS_STATUS_NOT_SUPPORTED) {  // that one means that none was found
-    OPTIMUS_CUBLAS(status);
-  }
+      cublas_lt().cublasLtMatmulAlgoGetHeuristic(handle, &plan.product, &plan.first, &plan.second, &plan.c, &plan.d,
+                                                 &preference, kCandidates, found.data(), &count);
+  // That one means that none was found.
+  if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, "cublasLtMatmulAlgoGetHeuristic");
   std::vector<cublasLtMatmulAlgo_t> out;
   for (int i = 0; i < count; ++i) {
     const cublasLtMatmulHeuristicResult_t& one = found[size_t(i)];
     if (one.state != CUBLAS_STATUS_SUCCESS || one.workspaceSize > size_t(kWorkspaceBytes)) continue;
     int32_t out_of_place = 1;  // C other than D
     size_t written = 0;
-    const cublasStatus_t asked = cublasLtMatmulAlgoCapGetAttribute(
+    const cublasStatus_t asked = cublas_lt().cublasLtMatmulAlgoCapGetAttribute(
         &one.algo, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &out_of_place, sizeof out_of_place, &written);
     if (!key.in_place && asked == CUBLAS_STATUS_SUCCESS && out_of_place == 0) continue;
     out.push_back(one.algo);
   }
-  expects(!out.empty(), "cuBLASLt {} has no algorithm for {}", cublasLtGetVersion(), text_of(key));
+  expects(!out.empty(), "cuBLASLt {} has no algorithm for {}", cublas_lt().cublasLtGetVersion(), text_of(key));
   return out;
 }
 
@@ -197,9 +198,9 @@ const Plan& Matmuls::State::plan_of(const Key& key) {
 cublasStatus_t Matmuls::State::launch(Plan plan, const Tensor& a, const Tensor& b, const Tensor& y,
                                       const Tensor& addend, void* workspace) {
   const float alpha = 1, beta = addend ? 1 : 0;
-  return cublasLtMatmul(handle, &plan.product, &alpha, b.data, &plan.first, a.data, &plan.second, &beta,
-                        addend ? addend.data : y.data, &plan.c, y.data, &plan.d, &plan.algorithm, workspace,
-                        size_t(kWorkspaceBytes), stream);
+  return cublas_lt().cublasLtMatmul(handle, &plan.product, &alpha, b.data, &plan.first, a.data, &plan.second, &beta,
+                                    addend ? addend.data : y.data, &plan.c, y.data, &plan.d, &plan.algorithm, workspace,
+                                    size_t(kWorkspaceBytes), stream);
 }
 
 Matmuls::Matmuls(CudaDevice& device) : state_(std::make_unique<State>(device)) {}
@@ -208,14 +209,16 @@ Matmuls::~Matmuls() = default;
 
 void Matmuls::run(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend, Scratch& scratch) {
   const Plan& plan = state_->plan_of(key_of(a, ta, b, tb, y, addend));
-  OPTIMUS_CUBLAS(state_->launch(plan, a, b, y, addend, scratch.take<std::byte>(kWorkspaceBytes)));
+  check(state_->launch(plan, a, b, y, addend, scratch.take<std::byte>(kWorkspaceBytes)), "cublasLtMatmul");
 }
 
 std::string Matmuls::choices_header() const {
   cudaDeviceProp properties;
   OPTIMUS_CUDA(cudaGetDeviceProperties(&properties, state_->device.index()));
-  return fmt::format("{}, cuBLASLt {}", properties.name, cublasLtGetVersion());
+  return fmt::format("{}, cuBLASLt {}", properties.name, cublas_lt().cublasLtGetVersion());
 }
+
+const Matmuls::Choices& Matmuls::choices() const { return state_->choices; }
 
 void Matmuls::set_choices(Choices choices) {
   state_->choices = std::move(choices);
@@ -233,23 +236,27 @@ int Matmuls::tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tens
   std::byte* workspace = scratch.take<std::byte>(kWorkspaceBytes);
   const Event begin(cudaEventDefault), end(cudaEventDefault);
   int best = 0;
-  float best_time = std::numeric_limits<float>::infinity();
+  float best_time = std::numeric_limits<float>::infinity(), first_time = best_time;
   for (size_t i = 0; i < list.size(); ++i) {
     plan.algorithm = list[i];
     const auto run = [&] { return state_->launch(plan, a, b, y, addend, workspace); };
     if (run() != CUBLAS_STATUS_SUCCESS) continue;  // it also loads the kernel
     for (int round = 0; round < kTimedRounds; ++round) {
       OPTIMUS_CUDA(cudaEventRecord(begin, state_->stream));
-      for (int j = 0; j < kRunsPerRound; ++j) OPTIMUS_CUBLAS(run());
+      for (int j = 0; j < kRunsPerRound; ++j) check(run(), "cublasLtMatmul");
       OPTIMUS_CUDA(cudaEventRecord(end, state_->stream));
       OPTIMUS_CUDA(cudaEventSynchronize(end));
       float time = 0;
       OPTIMUS_CUDA(cudaEventElapsedTime(&time, begin, end));
+      if (i == 0) first_time = std::min(first_time, time);
       if (time < best_time) best_time = time, best = int(i);
     }
   }
+  log().info("product {}: {:.1f} us by the first of {} algorithms, {:.1f} us by number {}", text_of(key),
+             1e3f * first_time / kRunsPerRound, list.size(), 1e3f * best_time / kRunsPerRound, best + 1);
   plan.algorithm = list[size_t(best)];
   state_->plans.insert_or_assign(key, plan);
+  state_->choices.insert_or_assign(text_of(key), best);
   return best;
 }
 
@@ -266,7 +273,13 @@ void CudaOps::matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, T
     return;
   }
   scratch_.begin();
-  if (a.dtype == DType::bf16 || y.dtype == DType::f32) return matmuls_->run(a, ta, b, tb, y, addend, scratch_);
+  if (a.dtype == DType::bf16 || y.dtype == DType::f32) {
+    if (tuning_ && !matmuls_->chosen(a, ta, b, tb, y, addend)) {
+      matmuls_->tune(a, ta, b, tb, y, addend, scratch_);
+      scratch_.begin();
+    }
+    return matmuls_->run(a, ta, b, tb, y, addend, scratch_);
+  }
 
   const int64_t rows_a_piece = std::min(m, kPieceBytes / int64_t(sizeof(float)) / n);
   expects(rows_a_piece > 0, "matmul: a row of {} f32 sums does not fit the scratch", n);

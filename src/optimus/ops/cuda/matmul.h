@@ -30,16 +30,22 @@ class Matmuls {
 
   /// Names the GPU and the library: a table made under another header must not be used.
   std::string choices_header() const;
+  const Choices& choices() const;
   /// From now on. Products that are not in the table keep the first algorithm.
   void set_choices(Choices choices);
-  /// By which a table knows the product: shapes, pitches, types, alignments.
-  std::string key(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) const;
+  /// Whether the table has it.
+  bool chosen(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) const {
+    return choices().contains(key(a, ta, b, tb, y, addend));
+  }
   /// Times the product's algorithms on these tensors, and waits for it; y is left with a meaningless result. Returns the
-  /// place of the fastest, which run() takes from now on. It is what the timing says, so two calls may differ, and with
+  /// place of the fastest, which the table then holds. It is what the timing says, so two calls may differ, and with
   /// them the last bits of results: keep the table.
   int tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend, Scratch& scratch);
 
  private:
+  /// By which a table knows the product: shapes, pitches, types, alignments.
+  std::string key(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) const;
+
   struct State;
   std::unique_ptr<State> state_;
 };

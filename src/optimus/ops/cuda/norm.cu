@@ -24,7 +24,7 @@ struct NormArguments {
 
 /// kOfBlock: the team is the block; else 2^lane_bits lanes, and a block has several.
 template <typename T, int kUnits, bool kOfBlock>
-__global__ void __launch_bounds__(kOfBlock ? kBlockThreads : kTeamsThreads)
+__global__ void __launch_bounds__(kOfBlock ? kBlockThreads : kTeamsThreads, kOfBlock ? 1 : 8)
     norm_kernel(NormArguments<T> a, int lane_bits) {
   constexpr int N = kVectorWidth<T>;
   const int lanes = kOfBlock ? int(blockDim.x) : 1 << lane_bits;
@@ -41,12 +41,11 @@ __global__ void __launch_bounds__(kOfBlock ? kBlockThreads : kTeamsThreads)
     else return sum_lanes(value, lanes);
   };
 
-  Unit<T> x[kUnits], addend[kUnits];
+  Unit<T> x[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const int unit = lane + i * lanes;
     x[i] = load_or_zero(unit < units, in + unit * N);
-    addend[i] = load_or_zero(add && unit < units, add + unit * N);
   }
 
   const float inverse_width = 1.0f / float(a.vectors.width);
@@ -84,7 +83,8 @@ __global__ void __launch_bounds__(kOfBlock ? kBlockThreads : kTeamsThreads)
     const int unit = lane + i * lanes;
     if (unit >= units) continue;
     keep_packed<T>(x[i]);
-    keep_packed<T>(addend[i]);
+    // Only now: registers for it earlier would halve the number of rows in flight.
+    const Unit<T> addend = load_or_zero(add != nullptr, add + unit * N);
     float normed[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) normed[j] = (to_float(x[i][j]) - mean) * r;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kOfBlock ? kBlockThreads : kTeamsThreads)
     }
     Unit<T> y;
 #pragma unroll
-    for (int j = 0; j < N; ++j) y[j] = from_float<T>(normed[j] + to_float(addend[i][j]));
+    for (int j = 0; j < N; ++j) y[j] = from_float<T>(normed[j] + to_float(addend[j]));
     store_vector(out + unit * N, y);
   }
 }

@@ -53,7 +53,10 @@ class DryOps final : public Ops {
 
   void embedding(Tensor ids, Tensor, Tensor y) override { record("embedding", 0, {ids, y, y}); }
   void embedding_backward(Tensor ids, Tensor dy, Tensor dw, int64_t, Write write) override {
-    record("embedding_backward", 0, {ids, dy, dy, write == Write::overwrite ? dw : Tensor{}});
+    // Adding reads and writes the rows of at most as many tokens as there are.
+    const double rows = std::min<double>(double(ids.elements()), double(dw.rows()));
+    record("embedding_backward", 0, {ids, dy, write == Write::overwrite ? dw : Tensor{}},
+           write == Write::accumulate ? 2 * bytes_of(dw, rows) : 0.0);
   }
 
   void norm(NormKind, float, int64_t, Tensor x, Tensor weight, Tensor bias, Tensor addend, Tensor y,

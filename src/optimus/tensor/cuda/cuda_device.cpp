@@ -61,9 +61,6 @@ CudaDevice::CudaDevice(int index)
           "-DOPTIMUS_CUDA_ARCHITECTURES={}",
           index, properties.name, properties.major, properties.minor, OPTIMUS_CUDA_ARCHITECTURES, architecture_);
   OPTIMUS_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), size_t(kStagingBytes)));
-  size_t free = 0, total = 0;
-  OPTIMUS_CUDA(cudaMemGetInfo(&free, &total));
-  capacity_ = int64_t(free);
 }
 
 CudaDevice::~CudaDevice() { cudaFreeHost(staging_); }
@@ -74,8 +71,23 @@ void* CudaDevice::allocate(int64_t bytes) {
   require(status != cudaErrorMemoryAllocation, ErrorKind::kMemory, "GPU {} refused {:.2f} GiB of memory", index_,
           double(bytes) / 0x1p30);
   check(status, "cudaMalloc");
-  OPTIMUS_CUDA(cudaMemsetAsync(data, 0, size_t(std::max<int64_t>(bytes, 1)), stream_));
   return data;
+}
+
+// By multiprocessor, from the data sheets of A100 (312 TFLOP/s, 108 of them) and of H100 and H200 (989, 132).
+double CudaDevice::peak_flops() const {
+  switch (architecture_) {
+    case 80: return 312e12 / 108 * multiprocessors_;
+    case 90: return 989e12 / 132 * multiprocessors_;
+    default: return 0;
+  }
+}
+
+int64_t CudaDevice::capacity() const {
+  constexpr int64_t kModules = int64_t(256) << 20;
+  size_t free = 0, total = 0;
+  OPTIMUS_CUDA(cudaMemGetInfo(&free, &total));
+  return std::max<int64_t>(int64_t(free) - kModules, 1);
 }
 
 int64_t CudaDevice::used_bytes() const {

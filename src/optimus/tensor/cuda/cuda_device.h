@@ -14,8 +14,9 @@ class CudaDevice final : public Device {
   ~CudaDevice() override;
 
   DeviceKind kind() const override { return DeviceKind::cuda; }
-  /// What was free when the device was opened, with its context and modules loaded.
-  int64_t capacity() const override { return capacity_; }
+  /// What is free now, less what modules take when their kernels are first used.
+  int64_t capacity() const override;
+  double peak_flops() const override;
   int64_t used_bytes() const override;
   void* allocate(int64_t bytes) override;
   void release(void* data, int64_t bytes) override;
@@ -36,7 +37,6 @@ class CudaDevice final : public Device {
 
   int index_;
   int multiprocessors_ = 0, architecture_ = 0;
-  int64_t capacity_ = 0;
   Stream stream_;
   // Host memory that the device copies from and to: a ring for small copies on their way to the device.
   std::byte* staging_ = nullptr;

@@ -19,8 +19,9 @@ function(optimus_add_cuda target)
   target_compile_definitions(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:FMT_USE_CONSTEXPR=1>)
   # CUTLASS's asserts in kernels would make ptxas serialise wgmma.
   target_compile_definitions(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:NDEBUG>)
+  list(JOIN OPTIMUS_CUDA_ARCHITECTURES " " architectures)
   # Public, because users of the precompiled header need the same macros.
-  target_compile_definitions(${target} PUBLIC OPTIMUS_HAS_CUDA=1 OPTIMUS_CUDA_ARCHITECTURES="${OPTIMUS_CUDA_ARCHITECTURES}")
+  target_compile_definitions(${target} PUBLIC OPTIMUS_HAS_CUDA=1 OPTIMUS_CUDA_ARCHITECTURES="${architectures}")
   # Of CUDA's libraries only the runtime is linked, statically. The others are opened when they are first needed, so that
   # the program starts without them; a program that runs where it was built finds the toolkit's.
   target_link_libraries(${target} PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS} cuDNN::headers NCCL::headers

@@ -41,6 +41,7 @@ eps = 1e-5
 [checkpoint]
 every = 7
 [run]
+device = "cpu"
 dir = "{0}/run"
 )";
 

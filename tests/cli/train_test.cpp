@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "optimus/checkpoint/run_folder.h"
+#include "optimus/tensor/device.h"
 #include "support/program.h"
 #include "support/temporary_folder.h"
 
@@ -87,7 +88,7 @@ class TrainingRun {
     for (std::string line; std::getline(file, line);) {
       nlohmann::json record = nlohmann::json::parse(line, nullptr, false);
       if (record.is_discarded()) continue;
-      for (const char* key : {"step_seconds", "tokens_per_second", "tflops"}) record.erase(key);
+      for (const char* key : {"step_seconds", "tokens_per_second", "tflops", "mfu"}) record.erase(key);
       out.push_back(std::move(record));
     }
     return out;
@@ -213,6 +214,15 @@ struct BadInput {
   std::vector<std::string> mentions;
 };
 
+TEST(Train, AGpuThatIsNotThereIsOneError) {
+  if (cuda_devices() > 0) GTEST_SKIP() << "there is one";
+  TrainingRun run(3);
+  const ProgramResult result = run.train({"run.device=cuda"});
+  EXPECT_EQ(result.code, 2);
+  EXPECT_NE(result.err.find("run.device = \"cpu\""), std::string::npos) << result.err;
+  EXPECT_FALSE(fs::exists(run.dir()));
+}
+
 TEST(Train, BadInputIsOneErrorAndLeavesNothing) {
   const TrainingRun run;
   const std::string p = run.path().string();
@@ -242,7 +252,7 @@ TEST(Train, BadInputIsOneErrorAndLeavesNothing) {
       {{"train.steps=0"}, 2, {"train.steps"}},
       {{"parallel.tp=2"}, 2, {"parallel.tp", "not implemented"}},
       {{"parallel.ep=2"}, 2, {"parallel.ep = 2", "mpirun -n 2"}},
-      {{"run.device=cuda"}, 2, {"run.device"}},
+      {{"model.head_dim=512", "run.device=cuda"}, 2, {"model.head_dim"}},
       {{"model.objective=diffusion"}, 2, {"model.objective"}},
       {{"memory.recompute=[\"experts\"]"}, 2, {"memory.recompute"}},
       {{"data.tokenizer=tokenizer.json"}, 2, {"tokenizer"}},

@@ -311,9 +311,8 @@ TEST_F(CommunicatorTest, AllToAllBringsTheRowsOfEveryRank) {
   });
 }
 
-// Around the ring of the group: every rank sends two messages on, one of which may have no elements, and takes two by
-// their tags, in the other order.
-TEST_F(CommunicatorTest, MessagesMatchByTag) {
+// Around the ring of the group: every rank sends two messages on, one of which may have no elements, and takes two.
+TEST_F(CommunicatorTest, MessagesComeInOrder) {
   for_every_group([](Communicator& group, const std::vector<int>& ranks) {
     if (group.size() == 1) return;
     const int next = (group.rank() + 1) % group.size(), previous = (group.rank() + group.size() - 1) % group.size();
@@ -323,10 +322,10 @@ TEST_F(CommunicatorTest, MessagesMatchByTag) {
     Buffer sent_short = values_of(processes().rank(), DType::bf16, short_shape);
     Buffer long_one(DType::f32, long_shape), short_one(DType::bf16, short_from_previous);
     std::vector<Pending> pending;
-    pending.push_back(group.start_send(sent_long.tensor, next, 5));
-    pending.push_back(group.start_send(sent_short.tensor, next, 1 << 20));
-    pending.push_back(group.start_receive(short_one.tensor, previous, 1 << 20));
-    pending.push_back(group.start_receive(long_one.tensor, previous, 5));
+    pending.push_back(group.start_send(sent_long.tensor, next));
+    pending.push_back(group.start_send(sent_short.tensor, next));
+    pending.push_back(group.start_receive(long_one.tensor, previous));
+    pending.push_back(group.start_receive(short_one.tensor, previous));
     for (Pending& transfer : pending) finish(transfer);
     EXPECT_EQ(long_one.read(), values_of(ranks[size_t(previous)], DType::f32, long_shape).bytes);
     EXPECT_EQ(short_one.read(), values_of(ranks[size_t(previous)], DType::bf16, short_from_previous).bytes);
@@ -341,10 +340,10 @@ TEST_F(CommunicatorTest, CutsLongMessages) {
     HostValues values(DType::i64, shape);
     std::iota(values.as<int64_t>(), values.as<int64_t>() + shape[0], int64_t{5});
     Buffer x = values;
-    world().start_send(x.tensor, 0, 1)->wait();
+    world().start_send(x.tensor, 0)->wait();
   } else if (world().rank() == 0) {
     Buffer x(DType::i64, shape);
-    world().start_receive(x.tensor, last, 1)->wait();
+    world().start_receive(x.tensor, last)->wait();
     HostValues got(DType::i64, shape);
     got.bytes = x.read();
     int64_t wrong = 0;
@@ -407,7 +406,7 @@ TEST_F(CommunicatorTest, AGroupStaysUsableAfterWrongUse) {
     Buffer x = values_of(processes().rank(), DType::f32, {12});
     EXPECT_THROW(group.all_reduce(Buffer(DType::i64, {4}).tensor), std::logic_error);
     EXPECT_THROW(group.broadcast(x.tensor, group.size()), std::logic_error);
-    EXPECT_THROW(group.start_send(x.tensor, group.rank(), 0), std::logic_error);
+    EXPECT_THROW(group.start_send(x.tensor, group.rank()), std::logic_error);
     EXPECT_THROW(group.all_gather(x.tensor, Buffer(DType::f32, {12 * group.size() + 1}).tensor), std::logic_error);
     group.all_reduce(x.tensor);
     expect_sum(x.read(), ranks, DType::f32, {12}, "");

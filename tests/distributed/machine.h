@@ -3,7 +3,7 @@
 #pragma once
 
 #include "distributed/processes.h"
-#include "optimus/tensor/device.h"
+#include "optimus/train/backend.h"
 #include "support/tiny_model.h"
 
 namespace optimus::test {
@@ -12,8 +12,7 @@ inline bool on_gpus() { return test_device() == "cuda"; }
 
 /// This process's device.
 inline std::unique_ptr<Device> make_device() {
-  if (!on_gpus()) return make_cpu_device();
-  return make_cuda_device(cuda_devices() == 1 ? 0 : processes().local_rank());
+  return open_device(on_gpus() ? DeviceKind::cuda : DeviceKind::cpu, processes());
 }
 
 /// Over the memory of such devices; neighbours may send each other messages. A process's first one is the world's.

@@ -58,7 +58,7 @@ inline HostBatch random_batch(const RunConfig& config, uint64_t seed) {
 /// An engine with its device, initialised from config.train.seed.
 struct TestRun {
   explicit TestRun(const RunConfig& config, EngineUse use = EngineUse::train)
-      : device(open_device(config, *make_single_process())),
+      : device(open_device(config.device_kind(), *make_single_process())),
         engine(make_engine(config, use, *device, plan_engine(config, use))) {
     engine->initialise(uint64_t(config.train.seed));
   }

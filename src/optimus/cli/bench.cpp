@@ -62,7 +62,7 @@ HostBatch random_batch(const RunConfig& config, int64_t step, int64_t first_sequ
 struct Bench {
   Bench(const BenchOptions& options, Processes& processes, bool timed)
       : config(load_config(options.config, options.overrides, ConfigUse::shape, processes.size())),
-        device(open_device(config, processes)),
+        device(open_device(config.device_kind(), processes)),
         first_sequence(place_of(config.mesh, processes.rank()).dp * config.local_batch()) {
     // The learning rate must be what training has: a router that does not train would stay at its start.
     if (config.train.steps == 0) config.optimizer.decay_steps = std::max<int64_t>(options.steps, 1);
@@ -74,9 +74,12 @@ struct Bench {
       ops = std::move(wrapped);
     }
     plan = plan_engine(config, EngineUse::train, processes.rank());
+    Groups groups = make_groups(processes, config.mesh, *device);
     check_fits(plan, *device, sharers(*device, processes));
-    engine = std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops),
-                                      make_groups(processes, config.mesh, *device), plan.memory);
+    engine =
+        std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops), std::move(groups), plan.memory);
+    if (const fs::path tuned = fs::path(config.run.dir) / kTuningFile; fs::exists(tuned))
+      engine->set_choices(read_text(tuned));
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
@@ -279,7 +282,7 @@ int bench_kernels(const BenchOptions& options, Processes& processes) {
   require(processes.size() == 1, ErrorKind::kUsage, "bench ops measures one device; start it without mpirun");
   if (options.tune) return tune(options, processes);
   const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape);
-  const auto device = open_device(config, processes);
+  const auto device = open_device(config.device_kind(), processes);
   const auto ops = make_ops(config, *device);
   const OpsBenchResult result = bench_ops(config, options.only, *device, *ops);
   if (options.json) {

@@ -11,7 +11,7 @@
 #include "optimus/cli/ranks.h"
 #include "optimus/comm/groups.h"
 #include "optimus/ops/ops.h"
-#include "optimus/train/config.h"
+#include "optimus/train/backend.h"
 
 namespace optimus {
 namespace {
@@ -66,8 +66,8 @@ std::vector<Row> time_group(Processes& processes, Device& device, const std::str
        }},
       {"send_receive",
        [&] {
-         Pending send = group.start_send(whole, next, 0);
-         group.start_receive(scratch, before, 0)->wait();
+         Pending send = group.start_send(whole, next);
+         group.start_receive(scratch, before)->wait();
          finish(send);
        }},
   };
@@ -94,7 +94,7 @@ int bench_comm(const CommOptions& options, Processes& processes) {
     shape = config.mesh;
     gpu = config.device_kind() == DeviceKind::cuda;
   }
-  const auto device = gpu ? make_cuda_device(cuda_devices() == 1 ? 0 : processes.local_rank()) : make_cpu_device();
+  const auto device = open_device(gpu ? DeviceKind::cuda : DeviceKind::cpu, processes);
   Groups groups = make_groups(processes, shape, *device);
   const int64_t largest = options.largest_mib << 20;
   Arena arena(*device, "bench", 2 * largest + 1024);

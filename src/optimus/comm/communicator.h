@@ -61,9 +61,9 @@ class Communicator {
   /// and tensors without rows are fine. Send and receive do not overlap.
   virtual Pending start_all_to_all(Tensor send, std::span<const int64_t> send_rows, Tensor receive,
                                    std::span<const int64_t> receive_rows) = 0;
-  /// Point to point; messages between two ranks match by tag (0 .. 2^20). Any type, contiguous.
-  virtual Pending start_send(Tensor x, int to, int tag) = 0;
-  virtual Pending start_receive(Tensor x, int from, int tag) = 0;
+  /// Point to point; from one rank to another messages are received in the order in which they were sent. Any type, contiguous.
+  virtual Pending start_send(Tensor x, int to) = 0;
+  virtual Pending start_receive(Tensor x, int from) = 0;
 
   void reduce_scatter(Tensor whole, Tensor part, Tensor scratch) { start_reduce_scatter(whole, part, scratch)->wait(); }
   void all_gather(Tensor part, Tensor whole) { start_all_gather(part, whole)->wait(); }
@@ -78,7 +78,7 @@ std::unique_ptr<Communicator> make_self_communicator();
 class Device;
 class Processes;
 /// Whether neighbours in a group, the last and the first rank among them, may send each other messages. On GPUs that costs
-/// up to six communicators more.
+/// up to four communicators more.
 enum class Messages : uint8_t { none, between_neighbours };
 /// A communicator over the memory of GPUs, one a rank, for the given ranks, ascending, this one among them. Collective
 /// over those ranks, a process's first one over all processes; a rank that belongs to several groups makes and destroys

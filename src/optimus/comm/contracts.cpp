@@ -85,11 +85,10 @@ void check_all_to_all(const Communicator& group, const Tensor& send, std::span<c
   expects(!overlap(send, receive), "all_to_all: what is sent and what is received overlap");
 }
 
-void check_message(const Communicator& group, const Tensor& x, int peer, int tag) {
+void check_message(const Communicator& group, const Tensor& x, int peer) {
   check_contiguous("message", x);
   expects(peer >= 0 && peer < group.size() && peer != group.rank(), "message between rank {} and {} of a group of {}",
           group.rank(), peer, group.size());
-  expects(tag >= 0 && tag <= kLargestTag, "message with tag {}, expected 0 to {}", tag, kLargestTag);
 }
 
 }  // namespace optimus

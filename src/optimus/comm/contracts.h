@@ -20,7 +20,7 @@ void check_reduce_scatter(const Communicator& group, const Tensor& whole, const 
 void check_all_gather(const Communicator& group, const Tensor& part, const Tensor& whole);
 void check_all_to_all(const Communicator& group, const Tensor& send, std::span<const int64_t> send_rows,
                       const Tensor& receive, std::span<const int64_t> receive_rows);
-void check_message(const Communicator& group, const Tensor& x, int peer, int tag);
+void check_message(const Communicator& group, const Tensor& x, int peer);
 
 /// Bytes of one entry of the first dimension, which is what an all-to-all calls a row; also where there are no rows.
 int64_t row_bytes(const Tensor& x);

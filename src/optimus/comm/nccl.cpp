@@ -3,7 +3,7 @@
 //
 // The device's stream computes; a group's collectives run on a stream of the group (a lane, cuda/nccl_lane.h). Starting a
 // transfer makes the lane wait for the work so far, waiting for it makes the device's stream wait for the lane. The host
-// waits for peers in three places only: where a communicator is made, where it ends, and at an operation's first use,
+// waits for peers in four places only: where a communicator is made, where it ends, at a barrier, and at an operation's first use,
 // when NCCL connects the ranks that take part.
 //
 // Messages. A send waits for its receiver, and a lane is in order: were both directions of a pair of neighbours in one
@@ -143,8 +143,8 @@ class NcclCommunicator final : public Communicator {
     return lane_->start("all_to_all", sent_bytes, [&] { exchange(from, send_rows, to, receive_rows, row); });
   }
 
-  Pending start_send(Tensor x, int to, int tag) override {
-    check_message(*this, x, to, tag);
+  Pending start_send(Tensor x, int to) override {
+    check_message(*this, x, to);
     if (x.elements() == 0) return std::make_unique<FinishedTransfer>();
     const MessageLane& way = message_lane(rank(), to);
     std::byte* data = bytes_of(x);
@@ -153,8 +153,8 @@ class NcclCommunicator final : public Communicator {
       OPTIMUS_NCCL(lane, "send", ncclSend(data, size_t(x.bytes()), kBytes, way.peer, lane.comm(), lane.stream()));
     });
   }
-  Pending start_receive(Tensor x, int from, int tag) override {
-    check_message(*this, x, from, tag);
+  Pending start_receive(Tensor x, int from) override {
+    check_message(*this, x, from);
     if (x.elements() == 0) return std::make_unique<FinishedTransfer>();
     const MessageLane& way = message_lane(from, rank());
     std::byte* data = bytes_of(x);

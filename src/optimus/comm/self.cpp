@@ -34,10 +34,8 @@ class SelfCommunicator final : public Communicator {
     return copy(send.data, receive.data, send_rows[0] * row_bytes(send));
   }
 
-  Pending start_send(Tensor, int, int) override { throw std::logic_error("a group of one has nobody to send to"); }
-  Pending start_receive(Tensor, int, int) override {
-    throw std::logic_error("a group of one has nobody to receive from");
-  }
+  Pending start_send(Tensor, int) override { throw std::logic_error("a group of one has nobody to send to"); }
+  Pending start_receive(Tensor, int) override { throw std::logic_error("a group of one has nobody to receive from"); }
 
  private:
   Pending copy(const void* from, void* to, int64_t bytes) const {

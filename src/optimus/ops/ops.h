@@ -81,7 +81,8 @@ class Ops {
   /// Which of a library's algorithms are used where it offers several, as a text to keep; "" where there is nothing to choose
   /// or all is left to the library's own estimate. It holds for one kind of device and one version of the library.
   virtual std::string choices() const { return {}; }
-  /// Takes what choices() gave. False, and nothing changes, for a text of another device or library.
+  /// Takes what choices() gave; "" leaves all to the library again. False, and nothing changes, for a text of another device or
+  /// library.
   virtual bool set_choices(const std::string& text) { return text.empty(); }
   /// From now on every product that is seen for the first time is timed with all algorithms, and the fastest is chosen. The host waits,
   /// and results mean nothing: for `optimus bench ops --tune` alone.

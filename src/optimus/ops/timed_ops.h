@@ -23,6 +23,10 @@ class TimedOps : public Ops {
   const std::map<std::string, OpTotals>& totals() const { return totals_; }
   void clear() { totals_.clear(); }
 
+  std::string choices() const override { return inner_->choices(); }
+  bool set_choices(const std::string& text) override { return inner_->set_choices(text); }
+  void start_tuning_wait() override { inner_->start_tuning_wait(); }
+
   void fill(Tensor x, double value) override {
     time([&](Ops& ops) { ops.fill(x, value); });
   }

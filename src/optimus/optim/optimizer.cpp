@@ -91,7 +91,8 @@ void Optimizer::progress() {
 
 void Optimizer::start_reduction(Shard& shard) {
   if (!shard.reduce || shard.reduce->size() == 1) return;
-  if (Shard* before = in_flight_[next_]) finish(before->reducing);
+  // The scratch of the one before last is needed again, where there is one.
+  if (Shard* before = in_flight_[next_]; before && scratch_[next_]) finish(before->reducing);
   in_flight_[next_] = &shard;
   shard.reducing = shard.reduce->start_reduce_scatter(
       gradients(all_of(shard.bucket)), gradients(piece_of(shard.bucket, *shard.reduce)), scratch(next_, shard.bucket));
@@ -118,10 +119,8 @@ void Optimizer::complete_reduction(Shard& shard) {
 }
 
 void Optimizer::finish_gradients() {
-  for (Shard*& slot : in_flight_) {
-    if (slot) finish(slot->reducing);
-    slot = nullptr;
-  }
+  for (Shard& shard : shards_) finish(shard.reducing);
+  for (Shard*& slot : in_flight_) slot = nullptr;
   for (Shard& shard : shards_) complete_reduction(shard);
 }
 

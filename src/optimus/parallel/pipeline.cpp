@@ -58,20 +58,19 @@ const Arena& Pipeline::largest_slot() const {
 
 // ---- messages ----
 
-// One tag serves all: between two ranks messages are received in the order in which they are sent (see check()), and with
-// a stream comes its balance.
-constexpr int kTag = 0;
+// Between two ranks messages are received in the order in which they are sent (see check()), and with a stream comes its
+// balance.
 
 void Pipeline::send(const Boundary& boundary, int to_stage, Pending* pending) {
   const int to = to_stage % schedule_.pp;
-  pending[0] = pp_.start_send(boundary.x_TD, to, kTag);
-  if (boundary.balance) pending[1] = pp_.start_send(boundary.balance, to, kTag);
+  pending[0] = pp_.start_send(boundary.x_TD, to);
+  if (boundary.balance) pending[1] = pp_.start_send(boundary.balance, to);
 }
 
 void Pipeline::receive(const Boundary& boundary, int from_stage) {
   const int from = from_stage % schedule_.pp;
-  pp_.start_receive(boundary.x_TD, from, kTag)->wait();
-  if (boundary.balance) pp_.start_receive(boundary.balance, from, kTag)->wait();
+  pp_.start_receive(boundary.x_TD, from)->wait();
+  if (boundary.balance) pp_.start_receive(boundary.balance, from)->wait();
 }
 
 // ---- the executor ----

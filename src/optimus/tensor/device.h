@@ -28,7 +28,12 @@ class Device {
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* data, int64_t bytes) = 0;
 
-  /// Copies between host memory and the (contiguous) tensor. `to_host_wait` makes the host wait for the device.
+  /// What no other device of any machine has; "" for a CPU.
+  virtual std::string identity() const { return {}; }
+
+  /// Copies between host memory and the (contiguous) tensor, in order with the device's kernels; `from` may be reused at
+  /// once. `to_host_wait` makes the host wait for the device. A device that fails is Error(kCommunication), here and in
+  /// everything that waits for it.
   virtual void from_host(Tensor to, const void* from) = 0;
   virtual void to_host_wait(void* to, Tensor from) = 0;
   /// What the host asks for from here on shows under this name in a profiler's timeline, until the next name; "" ends it.
@@ -41,7 +46,8 @@ std::unique_ptr<Device> make_cpu_device();
 /// GPU `index` of this machine. Throws Error(kUsage) with one sentence where it cannot be used (none there, a driver too
 /// old, an architecture that this program was not built for, a build without CUDA).
 std::unique_ptr<Device> make_cuda_device(int index);
-/// GPUs of this machine that the driver shows; 0 without a driver or in a build without CUDA.
+/// GPUs of this machine that the driver shows; 0 without a driver, without a GPU or in a build without CUDA. Error(kUsage)
+/// where there are some that cannot be used, so that nothing falls back to the CPU unnoticed.
 int cuda_devices();
 /// The shape of `kind` without memory.
 std::unique_ptr<Device> make_dry_device(DeviceKind kind);

@@ -7,9 +7,10 @@
 
 namespace optimus {
 
-/// The device that run.device names: a rank takes the GPU of its number among the machine's ranks. A launcher that shows
-/// each rank one GPU only is fine, too. Throws Error(kUsage) with one sentence where that GPU cannot be used.
-std::unique_ptr<Device> open_device(const RunConfig& config, const Processes& processes);
+/// The device of that kind for this rank: the GPU of its number among the machine's ranks, or the only one that its launcher
+/// shows it. Collective. Throws Error(kUsage) with one sentence, on all ranks, where a rank's GPU cannot be used, two ranks have
+/// the same one, or some ranks want GPUs and others the CPU.
+std::unique_ptr<Device> open_device(DeviceKind kind, Processes& processes);
 
 /// The kernels of a device that open_device() gave.
 std::unique_ptr<Ops> make_ops(const RunConfig& config, Device& device);

@@ -194,6 +194,10 @@ void resolve_optimizer(RunConfig& config, const std::string& name) {
 
 void resolve_rest(RunConfig& config, const std::string& name) {
   if (config.run.device == "auto") config.run.device = cuda_devices() > 0 ? "cuda" : "cpu";
+  constexpr int64_t kWidestHead = 256;
+  require(config.run.device == "cpu" || config.model.head_dim <= kWidestHead, kUsage,
+          "{}: model.head_dim = {} is more than the {} that attention on a GPU takes; use run.device = \"cpu\"", name,
+          config.model.head_dim, kWidestHead);
   if (config.precision.compute.empty()) config.precision.compute = config.run.device == "cuda" ? "bf16" : "f32";
   require(config.memory.recompute.empty(), kUsage, "{}: memory.recompute is not implemented yet; leave it empty", name);
   require(config.memory.offload.empty(), kUsage, "{}: memory.offload is not implemented yet; leave it empty", name);

@@ -217,10 +217,13 @@ MicroBatch Engine::upload(const HostBatch& batch, int64_t micro_batches) {
 
   double weight = std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0);
   if (groups_.dp->size() > 1) {
+    // Over all ranks, of which pp have the same batch: behind the dp group's transfers it would wait for the last update's
+    // weights, which are still on their way.
     const Tensor sum = sums_.slice(0, 1);
     device_.from_host(sum, &weight);
-    groups_.dp->all_reduce(sum);
+    groups_.world->all_reduce(sum);
     device_.to_host_wait(&weight, sum);
+    weight /= double(groups_.shape.pp);
   }
   const int64_t replicas = groups_.dp->size();
   scales_.target_weight = weight;

@@ -20,7 +20,7 @@ Inference::Inference(Checkpoint checkpoint, EngineUse use, const std::string& de
     : checkpoint_(std::move(checkpoint)) {
   RunConfig config;
   config.run.device = device != "auto" ? device : cuda_devices() > 0 ? "cuda" : "cpu";
-  device_ = open_device(config, *make_single_process());
+  device_ = open_device(config.device_kind(), *make_single_process());
   config.model = model_config_of(checkpoint_);
   if (sequence > 0) {
     require(sequence <= config.model.sequence, ErrorKind::kUsage,

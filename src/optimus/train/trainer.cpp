@@ -9,6 +9,7 @@
 #include "optimus/base/log.h"
 #include "optimus/checkpoint/run_folder.h"
 #include "optimus/comm/together.h"
+#include "optimus/comm/watchdog.h"
 #include "optimus/optim/schedule.h"
 #include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
@@ -32,7 +33,7 @@ void log_plan(const EnginePlan& plan, const RunConfig& config) {
 }  // namespace
 
 Trainer::Trainer(const RunConfig& config, const std::atomic<int>& signal, Processes& processes)
-    : config_(config), signal_(signal), processes_(processes), device_(open_device(config, processes)) {
+    : config_(config), signal_(signal), processes_(processes), device_(open_device(config.device_kind(), processes)) {
   together(processes, [&] {
     if (!first()) return;
     make_folder(fs::path(config.run.dir) / "checkpoints");
@@ -117,8 +118,12 @@ void Trainer::take_choices(const std::optional<Checkpoint>& checkpoint) {
     else if (fs::exists(file)) text = read_text(file);
   });
   text = processes_.broadcast(text, 0);
-  if (!text.empty() && !engine_->set_choices(text) && first())
-    log().warn("the tuned choices of algorithms are for another device or library, and are not used");
+  if (text.empty()) return;
+  // All ranks or none: replicas must compute alike.
+  const bool refused = !engine_->set_choices(text);
+  if (processes_.max(refused) == 0) return;
+  if (!refused) engine_->set_choices({});
+  if (first()) log().warn("the tuned choices of algorithms are for another device or library, and are not used");
 }
 
 int Trainer::run() {
@@ -129,11 +134,16 @@ int Trainer::run() {
       train_step(std::move(*batch));
     }
   } catch (const Error& error) {
-    // All ranks are here, with the same error, unless they can no longer speak with each other.
-    if (error.kind() != ErrorKind::kCommunication) save_before_failing();
+    // All ranks are here, with the same error, unless they can no longer speak with each other or a step broke off, which
+    // one rank may do alone, and which leaves no state of any step.
+    const bool agreed = error.kind() != ErrorKind::kCommunication && !stepping_;
+    if (agreed) save_before_failing();
+    // On GPUs, taking the engine down may wait for peers that never come.
+    else if (processes_.size() > 1 && device_->kind() == DeviceKind::cuda)
+      processes_.watchdog()->expect_end(error.what());
     throw;
   } catch (...) {
-    if (processes_.size() == 1) save_before_failing();
+    if (processes_.size() == 1 && !stepping_) save_before_failing();
     throw;
   }
   if (completed_ != saved_) save(completed_);
@@ -165,11 +175,13 @@ std::optional<HostBatch> Trainer::next_batch() {
 
 void Trainer::train_step(HostBatch batch) {
   const auto start = Clock::now();
+  stepping_ = true;
   engine_->step(completed_, batch);
   const StepResult result = engine_->result_wait();
   const double seconds = seconds_since(start);
+  if (!result.finite) engine_->forget_step();
+  stepping_ = false;
   if (!result.finite) {
-    engine_->forget_step();
     fail(ErrorKind::kNumerical,
          "step {}: loss {} or gradient norm {} is not finite. The update was not made: {} keeps the state before it. A "
          "lower optimizer.lr or other data may help",

@@ -47,7 +47,9 @@ class Trainer {
   std::optional<FileLock> lock_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Engine> engine_;
-  int stopped_by_ = 0;     ///< the signal that all ranks agreed to stop for
+  int stopped_by_ = 0;
+  bool stepping_ = false;  ///< a step has begun and not ended: the engine's state is that of none
+                           ///< the signal that all ranks agreed to stop for
   int64_t completed_ = 0;  ///< updates made
   int64_t saved_ = -1;     ///< updates in the newest checkpoint
   fs::path origin_;        ///< checkpoint that the weights came from; empty for a fresh start

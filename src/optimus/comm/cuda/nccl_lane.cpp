@@ -65,9 +65,9 @@ Lane::~Lane() {
   if (group_->broken || std::uncaught_exceptions() > group_->exceptions) {
     // The peers may never come, and without them the end of a communicator may wait forever.
     group_->broken = true;
-    group_->watchdog->remove(*this);
     group_->watchdog->expect_end(
         fmt::format("rank {} failed while it used group {}, but did not end", group_->world_rank, group_->name));
+    group_->watchdog->remove(*this);
     return;
   }
   ncclComm_t comm = nullptr;

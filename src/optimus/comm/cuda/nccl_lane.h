@@ -43,7 +43,6 @@ class Lane final : public Watched {
   ~Lane() override;
 
   /// False where the call that should create the communicator left this rank out.
-  explicit operator bool() const { return comm_ != nullptr; }
   ncclComm_t comm() const { return comm_; }
   cudaStream_t stream() const { return stream_; }
 

@@ -28,6 +28,10 @@ std::string CudaOps::choices() const {
 }
 
 bool CudaOps::set_choices(const std::string& text) {
+  if (text.empty()) {
+    matmuls_->set_choices({});
+    return true;
+  }
   const nlohmann::json table = nlohmann::json::parse(text, nullptr, false);
   if (!table.is_object() || table.value("for", "") != matmuls_->choices_header()) return false;
   try {

@@ -9,8 +9,12 @@ __global__ void probe() {}
 bool has_kernels_for_current_device() {
   cudaFuncAttributes attributes;
   const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(probe));
-  if (status != cudaSuccess) cudaGetLastError();
-  return status == cudaSuccess;
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
+    cudaGetLastError();
+    return false;
+  }
+  OPTIMUS_CUDA(status);
+  return true;
 }
 
 }  // namespace optimus::cuda

@@ -19,25 +19,28 @@ namespace {
 
 std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
 
-// Number of GPUs, or one sentence why there is none to use.
+// Number of GPUs; 0 where there is no driver or no GPU. One sentence where there is a driver that cannot serve.
 int count_devices() {
-  // Streams that share a hardware queue wait for each other: messages that wait for a peer must not hold up others. Read
-  // by the driver when it starts.
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   int devices = 0, driver = 0;
   const cudaError_t status = cudaGetDeviceCount(&devices);
   if (status == cudaSuccess) return devices;
   cudaGetLastError();  // the error would be reported again by the next call
   cudaDriverGetVersion(&driver);
-  require(driver == 0 || driver >= CUDART_VERSION / 1000 * 1000, ErrorKind::kUsage,
+  if (driver == 0 || status == cudaErrorNoDevice) return 0;
+  require(driver >= CUDART_VERSION / 1000 * 1000, ErrorKind::kUsage,
           "the NVIDIA driver on this machine is for CUDA {}, and this program needs CUDA {}: update the driver, or use "
           "run.device = \"cpu\"",
           version_text(driver), version_text(CUDART_VERSION));
-  require(status != cudaErrorInsufficientDriver || driver != 0, ErrorKind::kUsage,
-          "this machine has no NVIDIA driver, so no GPU can be used: use run.device = \"cpu\"");
-  require(status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver, ErrorKind::kUsage,
-          "the GPUs of this machine cannot be used: {}", cudaGetErrorString(status));
-  return 0;
+  fail(ErrorKind::kUsage, "the GPUs of this machine cannot be used: {}. Mend that, or use run.device = \"cpu\"",
+       cudaGetErrorString(status));
+}
+
+// A GPU that cannot be opened is a matter of the machine, not of a peer.
+void open(int index) {
+  const cudaError_t status = cudaSetDevice(index);
+  if (status == cudaSuccess) return;
+  fail(status == cudaErrorMemoryAllocation ? ErrorKind::kMemory : ErrorKind::kUsage,
+       "GPU {} cannot be used: {}. Another process may hold it", index, cudaGetErrorString(status));
 }
 
 }  // namespace
@@ -45,11 +48,10 @@ int count_devices() {
 CudaDevice::CudaDevice(int index)
     : index_([&] {
         const int devices = count_devices();
-        require(index < devices, ErrorKind::kUsage,
-                "GPU {} was asked for, but {}: start fewer ranks on this machine, or use "
-                "run.device = \"cpu\"",
-                index, devices == 0 ? "this machine shows no GPU" : fmt::format("this machine shows {}", devices));
-        OPTIMUS_CUDA(cudaSetDevice(index));
+        require(index < devices, ErrorKind::kUsage, "GPU {} was asked for, but {}, or use run.device = \"cpu\"", index,
+                devices == 0 ? "this machine shows no GPU: it has no NVIDIA driver, or no card"
+                             : fmt::format("this machine shows {}: start fewer ranks on it", devices));
+        open(index);
         return index;
       }()) {
   cudaDeviceProp properties;
@@ -58,8 +60,9 @@ CudaDevice::CudaDevice(int index)
   architecture_ = properties.major * 10 + properties.minor;
   require(has_kernels_for_current_device(), ErrorKind::kUsage,
           "GPU {} is a {} of compute capability {}.{}, and this program was built for {}: build it with "
-          "-DOPTIMUS_CUDA_ARCHITECTURES={}",
-          index, properties.name, properties.major, properties.minor, OPTIMUS_CUDA_ARCHITECTURES, architecture_);
+          "-DOPTIMUS_CUDA_ARCHITECTURES={}{}",
+          index, properties.name, properties.major, properties.minor, OPTIMUS_CUDA_ARCHITECTURES, architecture_,
+          architecture_ == 90 ? "a" : "");
   OPTIMUS_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), size_t(kStagingBytes)));
 }
 
@@ -81,6 +84,12 @@ double CudaDevice::peak_flops() const {
     case 90: return 989e12 / 132 * multiprocessors_;
     default: return 0;
   }
+}
+
+std::string CudaDevice::identity() const {
+  cudaDeviceProp properties;
+  OPTIMUS_CUDA(cudaGetDeviceProperties(&properties, index_));
+  return {properties.uuid.bytes, sizeof properties.uuid.bytes};
 }
 
 int64_t CudaDevice::capacity() const {
@@ -139,12 +148,6 @@ CudaDevice& as_cuda(Device& device) {
 
 std::unique_ptr<Device> make_cuda_device(int index) { return std::make_unique<cuda::CudaDevice>(index); }
 
-int cuda_devices() {
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) == cudaSuccess) return devices;
-  cudaGetLastError();
-  return 0;
-}
+int cuda_devices() { return cuda::count_devices(); }
 
 }  // namespace optimus

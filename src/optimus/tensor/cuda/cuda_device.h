@@ -17,6 +17,7 @@ class CudaDevice final : public Device {
   /// What is free now, less what modules take when their kernels are first used.
   int64_t capacity() const override;
   double peak_flops() const override;
+  std::string identity() const override;
   int64_t used_bytes() const override;
   void* allocate(int64_t bytes) override;
   void release(void* data, int64_t bytes) override;
@@ -38,7 +39,7 @@ class CudaDevice final : public Device {
   int index_;
   int multiprocessors_ = 0, architecture_ = 0;
   Stream stream_;
-  // Host memory that the device copies from and to: a ring for small copies on their way to the device.
+  // Page-locked memory that small copies to the device wait in; begun anew, and waited for, when it is full.
   std::byte* staging_ = nullptr;
   int64_t staged_ = 0;
   bool in_range_ = false;  ///< of the timeline

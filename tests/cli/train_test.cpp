@@ -111,9 +111,11 @@ TEST(Train, WritesWhatItPromises) {
   ASSERT_EQ(result.code, 0) << result.err;
   const auto records = run.losses();
   ASSERT_EQ(records.size(), 20u);
-  for (const char* key : {"step", "tokens", "loss", "ce", "balance_loss", "z_loss", "grad_norm", "lr", "mfu",
-                          "memory_peak_bytes", "router"})
-    EXPECT_TRUE(records[0].contains(key)) << key;
+  const std::string written = read_text(run.dir() / "metrics.jsonl");
+  const nlohmann::json first = nlohmann::json::parse(written.substr(0, written.find('\n')));
+  for (const char* key : {"step", "tokens", "loss", "ce", "balance_loss", "z_loss", "grad_norm", "lr", "step_seconds",
+                          "tokens_per_second", "tflops", "mfu", "memory_peak_bytes", "router"})
+    EXPECT_TRUE(first.contains(key)) << key;
   EXPECT_EQ(records[0]["step"], 1);
   EXPECT_TRUE(records[9].contains("valid_loss"));
   EXPECT_FALSE(records[8].contains("valid_loss"));

@@ -230,5 +230,27 @@ TEST(Precision, Bf16ReplicasStayEqualAndFollowOneRank) {
   }
 }
 
+// Where two replicas are summed there is one order only, so who updates what cannot change a bit.
+TEST(Sharding, SumsOfTwoGiveTheSameBits) {
+  const int pp = processes().size() / 2;
+  if (processes().size() != 2 && processes().size() != 4) GTEST_SKIP() << "for two ranks that replicate";
+  const Variant& variant = variant_named("Moe");
+  for (int ep : {1, 2})
+    for (const char* precision : {"f32", "bf16"}) {
+      std::vector<float> expected;
+      for (const char* sharding : {"dp", "ep_aware", "none"}) {
+        SCOPED_TRACE(fmt::format("ep {} {} {}", ep, precision, sharding));
+        LayoutRun run(variant, {pp, ep, 2, "allgather", sharding, "1f1b", 1, "sequence"},
+                      {fmt::format("precision.compute={}", precision)});
+        for (int64_t step = 0; step < 4; ++step) run.engine->step(step, run.batch(step));
+        EXPECT_TRUE(run.engine->result_wait().finite);
+        run.engine->weights_wait();
+        const std::vector<float> weights = all_of(run, run.engine->weights());
+        if (expected.empty()) expected = weights;
+        EXPECT_TRUE(same_bits(weights, expected));
+      }
+    }
+}
+
 }  // namespace
 }  // namespace optimus::test

@@ -8,9 +8,9 @@ function(optimus_add_cuda target)
   if(OPTIMUS_WERROR)
     list(APPEND flags -Werror=all-warnings)
   endif()
-  # nvcc's own warnings as errors are its front end's; ptxas's (serialised wgmma: C7510, ignored setmaxnreg: C7508) are
-  # warnings of another tool.
-  list(APPEND flags -Xptxas=--warning-as-error)
+  # nvcc's own warnings as errors are its front end's; ptxas's (serialised wgmma: C7510, ignored setmaxnreg: C7508, spilled
+  # registers) are warnings of another tool.
+  list(APPEND flags -Xptxas=--warning-as-error,--warn-on-spills)
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
   if("90a" IN_LIST OPTIMUS_CUDA_ARCHITECTURES)
     target_compile_definitions(${target} PUBLIC OPTIMUS_HOPPER_KERNELS=1)

@@ -47,7 +47,7 @@ struct AttentionShape {
   int64_t keys;       ///< positions per sequence in k, v; >= queries when causal
   int64_t heads;      ///< H
   int64_t kv_heads;   ///< G, divides H; query head h reads kv head h / (H/G)
-  int64_t head_dim;   ///< W
+  int64_t head_dim;   ///< W; a GPU takes up to 256
   bool causal;        ///< query i sees keys 0 .. i + (keys - queries)
   float scale;        ///< scores are scale * q.k
 };
@@ -180,6 +180,7 @@ class Ops {
   /// Pairs are enumerated exactly once, in the order of rows; of that order the index describes the wave
   /// [first_row, first_row + R), R = token_R's length: rows are counted from first_row, offsets are clamped to [0, R],
   /// and a token's list holds its rows of the wave only. Pairs with other experts (ids < 0 among them) have no row.
+  /// A GPU takes up to 2^30 pairs and 4,000 experts.
   virtual void route(Tensor ids_TK, int64_t first_expert, int64_t first_row, const RouteIndex& index) = 0;
   /// The same with destination ranks in place of experts, each token once a rank: rank p takes every token one of whose
   /// experts lies in [p*experts_per_rank, (p+1)*experts_per_rank). P = offsets_L1's length - 1 ranks; token_R holds at
@@ -206,6 +207,7 @@ class Ops {
   /// integer, weight = (b + 0x8000) >> 16 (round to nearest, ties away from zero) and remainder = b - (weight << 16) in [-0x8000, 0x7FFF].
   /// master f32, weight bf16, remainder i16, all [n] contiguous.
   virtual void split_master(Tensor master, Tensor weight, Tensor remainder) = 0;
+  /// The way back: master = the f32 whose bits are (weight << 16) + remainder.
   virtual void join_master(Tensor weight, Tensor remainder, Tensor master) = 0;
   /// AdamW as in PyTorch (decoupled decay first). With g = clip * gradient:
   ///   w -= lr*wd*w;  m = b1*m + (1-b1)*g;  v = b2*v + (1-b2)*g^2;  w -= lr * (m/c1) / (sqrt(v/c2) + eps)

@@ -48,8 +48,8 @@ void open(int index) {
 CudaDevice::CudaDevice(int index)
     : index_([&] {
         const int devices = count_devices();
-        require(index < devices, ErrorKind::kUsage, "GPU {} was asked for, but {}, or use run.device = \"cpu\"", index,
-                devices == 0 ? "this machine shows no GPU: it has no NVIDIA driver, or no card"
+        require(index < devices, ErrorKind::kUsage, "GPU {} was asked for, but {}. Or use run.device = \"cpu\"", index,
+                devices == 0 ? "this machine shows no GPU: it has no NVIDIA driver, or no card that it knows"
                              : fmt::format("this machine shows {}: start fewer ranks on it", devices));
         open(index);
         return index;

@@ -28,8 +28,12 @@ class CpuDevice final : public Device {
     return data;
   }
   void release(void* data, int64_t bytes) override { munmap(data, size_t(bytes == 0 ? 1 : bytes)); }
-  void from_host(Tensor to, const void* from) override { std::memcpy(to.data, from, size_t(to.bytes())); }
-  void to_host_wait(void* to, Tensor from) override { std::memcpy(to, from.data, size_t(from.bytes())); }
+  void from_host(Tensor to, const void* from) override {
+    if (to.bytes() > 0) std::memcpy(to.data, from, size_t(to.bytes()));  // nothing may come from nowhere
+  }
+  void to_host_wait(void* to, Tensor from) override {
+    if (from.bytes() > 0) std::memcpy(to, from.data, size_t(from.bytes()));
+  }
 };
 
 class DryDevice final : public Device {

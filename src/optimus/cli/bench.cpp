@@ -36,11 +36,6 @@ struct BenchOptions {
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 bool data_exists(const DataConfig& data) {
   if (data.train.empty()) return false;
   return std::all_of(data.train.begin(), data.train.end(), [](const DataSource& source) {

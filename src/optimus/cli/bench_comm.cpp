@@ -7,6 +7,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "optimus/cli/bench_ops.h"
 #include "optimus/cli/commands.h"
 #include "optimus/cli/ranks.h"
 #include "optimus/comm/groups.h"
@@ -44,8 +45,7 @@ double time_of(Processes& processes, Device& device, const std::function<void()>
     const int64_t slowest = processes.max(nanoseconds);
     if (i >= 0) seconds.push_back(double(slowest) * 1e-9);
   }
-  std::nth_element(seconds.begin(), seconds.begin() + kRepetitions / 2, seconds.end());
-  return seconds[kRepetitions / 2];
+  return median(std::move(seconds));
 }
 
 std::vector<Row> time_group(Processes& processes, Device& device, const std::string& name, Communicator& group,

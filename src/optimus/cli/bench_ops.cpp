@@ -52,11 +52,6 @@ using Call = std::function<void(Ops&)>;
 /// Makes one set of operands and the call on them.
 using Make = std::function<Call(Operands&)>;
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + int64_t(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
-
 /// Expert ids [T,K]: K different experts a token, drawn with shares proportional to (e + 1)^-exponent.
 std::vector<int32_t> draw_experts(int64_t tokens, int64_t experts, int64_t top_k, double exponent) {
   std::mt19937_64 generator(7);
@@ -432,6 +427,11 @@ class OpsBench {
 };
 
 }  // namespace
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + int64_t(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
 
 OpsBenchResult bench_ops(const RunConfig& config, const std::string& only, Device& device, Ops& ops) {
   return OpsBench(config, only, device, ops).run();

@@ -1,10 +1,15 @@
 // Every kernel of a step, one by one, against the machine's own ceilings.
 #pragma once
 
+#include <vector>
+
 #include "optimus/ops/ops.h"
 #include "optimus/train/config.h"
 
 namespace optimus {
+
+/// Of at least one value; of an even number the upper of the middle two.
+double median(std::vector<double> values);
 
 struct OpRow {
   std::string name, shape;

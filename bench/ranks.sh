@@ -44,7 +44,7 @@ done
 
 echo "3. optimizer update, ep = 2: medians of $rounds runs in turn"
 update() {
-  mpirun -n 2 "$optimus" bench ops $config --json --steps 20 --set parallel.ep=2 --set optimizer.sharding="$1" \
+  mpirun -n 2 "$optimus" bench step $config --profile --json --steps 20 --set parallel.ep=2 --set optimizer.sharding="$1" \
     --set model.vocab=32768 --set model.sequence=16 --set train.global_batch=8 2>/dev/null |
     sed 's/.*"op":"adamw",[^}]*"milliseconds":\([0-9.e+-]*\).*/\1/'
 }

@@ -1,6 +1,7 @@
 // optimus train under mpirun, as its users meet it: several processes that are stopped, killed, given bad input.
 #include <cmath>
 #include <fstream>
+#include <set>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -152,6 +153,22 @@ TEST(Ranks, TrainAsOneDoes) {
   EXPECT_EQ(
       run_program(OPTIMUS_BINARY, {"eval", four.dir().string(), "--data", (four.path() / "valid.bin").string()}).code,
       0);
+}
+
+TEST(Ranks, BenchTellsWhatTransfersAreWaitedFor) {
+  RankedRun run(20);
+  const ProgramResult result =
+      run_program(OPTIMUS_MPIEXEC, {"-n", "2", OPTIMUS_BINARY, "bench", "step", (run.path() / "run.toml").string(),
+                                    "--steps", "3", "--json", "--set", "parallel.ep=2"});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json json = nlohmann::json::parse(result.out);
+  std::set<std::string> groups;
+  for (const auto& [name, seconds] : json.at("waited_seconds").items()) {
+    groups.insert(name);
+    EXPECT_GT(seconds.get<double>(), 0) << name;
+    EXPECT_LT(seconds.get<double>(), json.at("step_seconds").get<double>()) << name;
+  }
+  EXPECT_EQ(groups, (std::set<std::string>{"dp", "ep", "world"}));
 }
 
 TEST(Ranks, ASignalSavesAtOneStepAndAnotherLayoutGoesOn) {

@@ -9,6 +9,7 @@
 
 #include "optimus/comm/processes.h"
 #include "optimus/comm/rank_sum.h"
+#include "optimus/comm/timed.h"
 #include "optimus/tensor/device.h"
 
 namespace optimus::test {
@@ -81,6 +82,84 @@ TEST(SelfCommunicator, HasNobodyToTalkTo) {
   EXPECT_THROW(self->start_send(x, 0), std::logic_error);
   EXPECT_THROW(self->start_receive(x, 0), std::logic_error);
   EXPECT_THROW(self->broadcast(x, 1), std::logic_error);
+}
+
+/// A device that computes nothing, at a time that the test sets.
+class ClockDevice final : public Device {
+ public:
+  struct At final : Moment {
+    explicit At(double at) : time(at) {}
+    double seconds_since_wait(const Moment& earlier) const override {
+      return time - dynamic_cast<const At&>(earlier).time;
+    }
+    double time;
+  };
+  DeviceKind kind() const override { return DeviceKind::cpu; }
+  int64_t capacity() const override { return 0; }
+  void* allocate(int64_t) override { return nullptr; }
+  void release(void*, int64_t) override {}
+  void from_host(Tensor, const void*) override {}
+  void to_host_wait(void*, Tensor) override {}
+  std::unique_ptr<Moment> moment() override { return std::make_unique<At>(now); }
+  double now = 0;
+};
+
+/// A start takes a second, the first wait for it 10, an all-reduce 100.
+class SlowCommunicator final : public Communicator {
+ public:
+  explicit SlowCommunicator(double& now) : now_(now) {}
+  int rank() const override { return 1; }
+  int size() const override { return 2; }
+  void all_reduce(Tensor) override { now_ += 100; }
+  void broadcast(Tensor, int) override { now_ += 100; }
+  void barrier() override { now_ += 1000; }
+  Pending start_reduce_scatter(Tensor, Tensor, Tensor) override { return start(); }
+  bool reduce_needs_scratch() const override { return true; }
+  Pending start_all_gather(Tensor, Tensor) override { return start(); }
+  Pending start_all_to_all(Tensor, std::span<const int64_t>, Tensor, std::span<const int64_t>) override {
+    return start();
+  }
+  Pending start_send(Tensor, int) override { return start(); }
+  Pending start_receive(Tensor, int) override { return start(); }
+
+ private:
+  struct Slow final : Transfer {
+    explicit Slow(double& at) : now(at) {}
+    void wait() override { now += std::exchange(left, 0); }
+    double& now;
+    double left = 10;
+  };
+  Pending start() {
+    now_ += 1;
+    return std::make_unique<Slow>(now_);
+  }
+  double& now_;
+};
+
+TEST(TimedCommunicator, CountsWaitsAndNothingElse) {
+  ClockDevice device;
+  Waits waits;
+  const auto group = make_timed_communicator(std::make_unique<SlowCommunicator>(device.now), device, waits);
+  EXPECT_EQ(group->rank(), 1);
+  EXPECT_EQ(group->size(), 2);
+  EXPECT_TRUE(group->reduce_needs_scratch());
+  EXPECT_EQ(waits.take_wait(), 0);
+  group->reduce_scatter({}, {}, {});
+  const Pending pending[] = {group->start_all_gather({}, {}), group->start_all_to_all({}, {}, {}, {}),
+                             group->start_send({}, 0), group->start_receive({}, 0)};
+  EXPECT_EQ(waits.take_wait(), 10);
+  device.now += 7;  // computing
+  for (const Pending& transfer : pending) {
+    transfer->wait();
+    transfer->wait();
+  }
+  EXPECT_EQ(waits.take_wait(), 40);
+  group->all_reduce({});
+  group->broadcast({}, 0);
+  group->barrier();
+  EXPECT_EQ(waits.take_wait(), 200);
+  EXPECT_EQ(waits.take_wait(), 0);
+  EXPECT_EQ(device.now, 5 + 50 + 7 + 200 + 1000);
 }
 
 class DryCommunicatorTest : public testing::Test {

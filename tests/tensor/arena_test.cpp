@@ -1,6 +1,7 @@
 // Arenas: stack order, exact capacity, and the dry run's peak that sizes the real one.
 #include "optimus/tensor/arena.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -177,6 +178,16 @@ TEST(Arena, ADebugArenaAllocatesEachTensorAlone) {
   }
   EXPECT_TRUE(device.sizes.empty());
   unsetenv("OPTIMUS_DEBUG_ARENA");
+}
+
+TEST(Arena, ADebugArenaCanBeFilledWithNan) {
+  setenv("OPTIMUS_DEBUG_ARENA", "nan", 1);
+  const auto device = make_cpu_device();
+  Arena arena(*device, "test", 4096);
+  unsetenv("OPTIMUS_DEBUG_ARENA");
+  const Tensor x = arena.allocate(DType::f32, {5}, "x"), y = arena.allocate(DType::bf16, {3}, "y");
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(std::isnan(x.as<float>()[i]));
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(static_cast<const uint16_t*>(y.data)[i], 0xFFFF);
 }
 
 }  // namespace

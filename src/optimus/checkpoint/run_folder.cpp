@@ -6,6 +6,7 @@ namespace optimus {
 namespace {
 
 constexpr std::string_view kStepPrefix = "step-";
+constexpr const char* kTuningFile = "tuning.json";
 
 fs::path checkpoints_folder(const fs::path& run_dir) { return run_dir / "checkpoints"; }
 
@@ -127,6 +128,16 @@ void remove_leftovers(const fs::path& run_dir) {
     fs::remove_all(checkpoints_folder(run_dir) / name, code);
     if (code) log().warn("cannot remove the leftover {}: {}", name, code.message());
   }
+}
+
+std::string read_tuning(const fs::path& run_dir) {
+  return fs::exists(run_dir / kTuningFile) ? read_text(run_dir / kTuningFile) : "";
+}
+
+fs::path write_tuning(const fs::path& run_dir, const std::string& choices) {
+  make_folder(run_dir);
+  write_text_atomically(run_dir / kTuningFile, choices);
+  return run_dir / kTuningFile;
 }
 
 std::string damage_text(const std::vector<Damage>& damages) {

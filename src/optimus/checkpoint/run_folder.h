@@ -1,5 +1,5 @@
-// The checkpoints of a run: RUN/checkpoints/step-00001000 and so on. Which is the newest one that can be trusted, and
-// which may go.
+// What a run's folder holds. Its checkpoints, RUN/checkpoints/step-00001000 and so on: which is the newest one that can
+// be trusted, and which may go. And RUN/tuning.json.
 #pragma once
 
 #include <optional>
@@ -39,6 +39,11 @@ void prune(const fs::path& run_dir, int64_t keep);
 
 /// Removes what killed saves and deletions left (*.partial, *.deleted). Only for the process that holds the run's lock.
 void remove_leftovers(const fs::path& run_dir);
+
+/// The choices of algorithms that `optimus bench ops --tune` left in a run's folder (see Ops::choices()); "" where it did not.
+std::string read_tuning(const fs::path& run_dir);
+/// Returns the file.
+fs::path write_tuning(const fs::path& run_dir, const std::string& choices);
 
 /// The messages of the first few damages, each naming its file and tensor, and a count of the rest.
 std::string damage_text(const std::vector<Damage>& damages);

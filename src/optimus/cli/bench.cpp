@@ -6,15 +6,17 @@
 // measured and as the schedule's simulation has it with the measured times of its actions.
 //
 // Rates are medians of repeated steps on real data where data.train exists and on random tokens otherwise; routing is
-// whatever the router chooses. The ceiling is that of bench_ops.h, measured in the same process before the steps.
+// whatever the router chooses. The ceiling is that of op_timer.h, measured in the same process before the steps.
 #include <chrono>
 #include <numeric>
 
 #include <CLI/CLI.hpp>
 
+#include "optimus/checkpoint/run_folder.h"
 #include "optimus/cli/bench_ops.h"
 #include "optimus/cli/commands.h"
 #include "optimus/cli/ranks.h"
+#include "optimus/comm/timed.h"
 #include "optimus/ops/timed_ops.h"
 #include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
@@ -62,19 +64,18 @@ struct Bench {
     // The learning rate must be what training has: a router that does not train would stay at its start.
     if (config.train.steps == 0) config.optimizer.decay_steps = std::max<int64_t>(options.steps, 1);
     auto ops = make_ops(config, *device);
-    ceiling = bench_ops(config, "ceilings alone", *device, *ops).flop_ceiling;
+    ceiling = OpTimer(config, *device, *ops).measure_ceilings().flops();
     if (timed) {
       auto wrapped = std::make_unique<TimedOps>(std::move(ops), *device);
       profile = wrapped.get();
       ops = std::move(wrapped);
     }
     plan = plan_engine(config, EngineUse::train, processes.rank());
-    Groups groups = make_groups(processes, config.mesh, *device);
+    Groups groups = with_waits(make_groups(processes, config.mesh, *device));
     check_fits(plan, *device, sharers(*device, processes));
     engine =
         std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops), std::move(groups), plan.memory);
-    if (const fs::path tuned = fs::path(config.run.dir) / kTuningFile; fs::exists(tuned))
-      engine->set_choices(read_text(tuned));
+    engine->set_choices(read_tuning(config.run.dir));
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
@@ -84,32 +85,47 @@ struct Bench {
                      config.train.seed);
   }
 
+  Groups with_waits(Groups groups) {
+    for (const auto& [name, group] : {std::pair{"world", &groups.world},
+                                      {"dp", &groups.dp},
+                                      {"ep", &groups.ep},
+                                      {"edp", &groups.edp},
+                                      {"pp", &groups.pp},
+                                      {"embedding", &groups.embedding}})
+      if (*group && (*group)->size() > 1) *group = make_timed_communicator(std::move(*group), *device, waits[name]);
+    return groups;
+  }
+
   double step(int64_t number) {
     const HostBatch batch =
         loader ? loader->next(number) : random_batch(config, number, first_sequence, config.local_batch());
     const auto start = Clock::now();
     engine->step(number, batch);
     result = engine->result_wait();
-    return seconds_since(start);
+    const double seconds = seconds_since(start);
+    for (auto& [name, group] : waits) waited[name].push_back(group.take_wait());
+    return seconds;
   }
-  /// Busiest expert over the mean, worst layer of the last step.
-  double max_over_mean() const {
-    double worst = 0;
-    for (const auto& counts : result.expert_counts) worst = std::max(worst, layer_load(0, counts).max_over_mean);
-    return worst;
-  }
-
   RunConfig config;
   std::unique_ptr<Device> device;
   int64_t first_sequence;
   double ceiling = 0;  ///< FLOP/s of one device
   TimedOps* profile = nullptr;
   EnginePlan plan;
+  std::map<std::string, Waits> waits;                 ///< by group
+  std::map<std::string, std::vector<double>> waited;  ///< seconds of each step
   std::unique_ptr<Engine> engine;
   std::optional<Loader> loader;
   bool real_data = false;
   StepResult result;
 };
+
+/// Busiest expert over the mean, worst layer.
+double max_over_mean(const StepResult& result) {
+  double worst = 0;
+  for (const auto& counts : result.expert_counts) worst = std::max(worst, layer_load(0, counts).max_over_mean);
+  return worst;
+}
 
 /// Seconds of this rank's actions by kind and chunk, and of whole schedules. The device is waited for between actions, so
 /// steps under it take longer on a GPU.
@@ -179,6 +195,17 @@ Bubbles bubbles_of(const Engine& engine, const std::vector<std::string>& texts) 
   return {1 - busy / all, simulate(schedule, costs).bubble};
 }
 
+/// Seconds of a step in which a rank's work stood still for a group's transfers: the median of the steps, the mean of the
+/// ranks. For a pipeline that is its bubble, too.
+std::map<std::string, double> mean_waits(const std::vector<std::string>& texts) {
+  std::map<std::string, double> out;
+  for (const std::string& text : texts) {
+    const auto waited = nlohmann::json::parse(text).get<std::map<std::string, std::vector<double>>>();
+    for (const auto& [name, seconds] : waited) out[name] += median(seconds) / double(texts.size());
+  }
+  return out;
+}
+
 std::string ceiling_text(const RunConfig& config) {
   return config.device_kind() == DeviceKind::cuda ? "bf16 product, 8192 cubed" : "f32 product, 2048 cubed";
 }
@@ -213,8 +240,11 @@ int bench_step(const BenchOptions& options, Processes& processes) {
   Bench bench(options, processes, options.profile);
   for (int64_t i = 0; i < 3; ++i) bench.step(i);
   if (options.profile) bench.profile->clear();
+  bench.waited.clear();
   std::vector<double> seconds;
   for (int64_t i = 0; i < options.steps; ++i) seconds.push_back(bench.step(3 + i));
+  const std::vector<std::string> waited = processes.gather(nlohmann::json(bench.waited).dump());
+  const StepResult result = bench.result;
   ActionTimes times(*bench.engine);
   for (int64_t i = 0; bench.config.mesh.pp > 1 && i < options.steps; ++i) bench.step(3 + options.steps + i);
   bench.engine->on_action = nullptr;
@@ -227,6 +257,7 @@ int bench_step(const BenchOptions& options, Processes& processes) {
   const double tokens = double(bench.config.tokens_per_step());
   const double flops = tokens * flops_per_token(bench.config.model) / step_seconds;
   const int64_t used = bench.device->used_bytes(), planned = bench.plan.memory.total();
+  const std::map<std::string, double> waits = mean_waits(waited);
   std::optional<Bubbles> bubbles;
   if (bench.config.mesh.pp > 1) bubbles = bubbles_of(*bench.engine, texts);
   if (options.json) {
@@ -239,10 +270,11 @@ int bench_step(const BenchOptions& options, Processes& processes) {
                                 {"share_of_ceiling", flops / ceiling},
                                 {"data", bench.real_data ? "data.train" : "random tokens"},
                                 {"routing", "natural"},
-                                {"max_over_mean", bench.max_over_mean()},
-                                {"loss", bench.result.loss},
+                                {"max_over_mean", max_over_mean(result)},
+                                {"loss", result.loss},
                                 {"planned_bytes", planned}};
     if (used > 0) json["used_bytes"] = used;
+    if (!waits.empty()) json["waited_seconds"] = waits;
     if (bubbles) json["bubble"] = {{"measured", bubbles->measured}, {"predicted", bubbles->predicted}};
     fmt::print("{}\n", json.dump());
     return 0;
@@ -252,9 +284,11 @@ int bench_step(const BenchOptions& options, Processes& processes) {
              processes.size() == 1 ? "" : fmt::format(", times {} ranks", processes.size()));
   fmt::print("step {:.1f} ms (median of {}), {}, natural routing", step_seconds * 1e3, options.steps,
              bench.real_data ? "data.train" : "random tokens");
-  if (!bench.result.expert_counts.empty()) fmt::print(", busiest expert {:.2f} x the mean", bench.max_over_mean());
+  if (!result.expert_counts.empty()) fmt::print(", busiest expert {:.2f} x the mean", max_over_mean(result));
   fmt::print("\nmemory {:.2f} GB planned", double(planned) / 1e9);
   if (used > 0) fmt::print(", {:.2f} GB of the device in use", double(used) / 1e9);
+  for (const auto& [name, seconds] : waits)
+    fmt::print("{} {} {:.1f} ms", name == waits.begin()->first ? "\nwaited a step for" : ",", name, 1e3 * seconds);
   if (bubbles)
     fmt::print("\nbubble {:.1f} % measured, {:.1f} % predicted by the schedule with the measured times of its actions",
                100 * bubbles->measured, 100 * bubbles->predicted);
@@ -270,9 +304,7 @@ int tune(const BenchOptions& options, Processes& processes) {
   bench.engine->start_tuning_wait();
   bench.step(0);
   bench.engine->evaluate_wait(random_batch(bench.config, 0, 0, bench.config.train.micro_batch));
-  make_folder(bench.config.run.dir);
-  const fs::path file = fs::path(bench.config.run.dir) / kTuningFile;
-  write_text_atomically(file, bench.engine->choices());
+  const fs::path file = write_tuning(bench.config.run.dir, bench.engine->choices());
   fmt::print("{}\n", nlohmann::ordered_json{{"out", file.string()}}.dump());
   return 0;
 }
@@ -283,30 +315,32 @@ int bench_kernels(const BenchOptions& options, Processes& processes) {
   const RunConfig config = load_config(options.config, options.overrides, ConfigUse::shape);
   const auto device = open_device(config.device_kind(), processes);
   const auto ops = make_ops(config, *device);
-  const OpsBenchResult result = bench_ops(config, options.only, *device, *ops);
+  const auto [ceilings, measured] = bench_ops(config, options.only, *device, *ops);
+  std::vector<OpRow> rows{ceilings.product, ceilings.copy, ceilings.small_copy};
+  rows.insert(rows.end(), measured.begin(), measured.end());
   if (options.json) {
-    nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-    for (const OpRow& row : result.rows)
-      rows.push_back({{"op", row.name},
+    nlohmann::ordered_json json = nlohmann::ordered_json::array();
+    for (const OpRow& row : rows)
+      json.push_back({{"op", row.name},
                       {"shape", row.shape},
                       {"microseconds", row.seconds * 1e6},
                       {"tflops", row.flops / row.seconds / 1e12},
-                      {"share_of_product", row.flops / row.seconds / result.flop_ceiling},
+                      {"share_of_product", row.flops / row.seconds / ceilings.flops()},
                       {"terabytes_per_second", row.bytes / row.seconds / 1e12},
-                      {"share_of_copy", row.bytes / row.seconds / result.byte_ceiling}});
-    fmt::print("{}\n", nlohmann::ordered_json{{"device", config.run.device}, {"rows", rows}}.dump());
+                      {"share_of_copy", row.bytes / row.seconds / ceilings.bytes()}});
+    fmt::print("{}\n", nlohmann::ordered_json{{"device", config.run.device}, {"rows", json}}.dump());
     return 0;
   }
   fmt::print("{:<42} {:<52} {:>10} {:>9} {:>7} {:>7} {:>7}\n", "op", "shape", "us", "TFLOP/s", "of max", "TB/s",
              "of max");
-  for (const OpRow& row : result.rows) {
+  for (const OpRow& row : rows) {
     fmt::print("{:<42} {:<52} {:>10.1f}", row.name, row.shape, row.seconds * 1e6);
     if (row.flops > 0)
       fmt::print(" {:>9.2f} {:>6.1f}%", row.flops / row.seconds / 1e12,
-                 100 * row.flops / row.seconds / result.flop_ceiling);
+                 100 * row.flops / row.seconds / ceilings.flops());
     else fmt::print(" {:>9} {:>7}", "", "");
     fmt::print(" {:>7.3f} {:>6.1f}%\n", row.bytes / row.seconds / 1e12,
-               100 * row.bytes / row.seconds / result.byte_ceiling);
+               100 * row.bytes / row.seconds / ceilings.bytes());
   }
   return 0;
 }

@@ -1,56 +1,15 @@
 // optimus bench ops CONFIG.toml [--set ...] [--only TEXT] [--json]   every kernel of a step against the machine's ceilings
 //
-// Operands have the shapes of one micro-batch of the configuration, hold random numbers, and rotate over several copies so
-// that no cache keeps them from call to call. A time is the median over repetitions of a run of calls, waited for once at
-// its end. Ceilings are measured in the same process: a copy's bytes read and written, and a square product (8192 cubed in
-// bf16 on a GPU, 2048 cubed in f32 on a CPU). Grouped products run with experts as even as chance makes them and with shares
-// proportional to rank^-0.7 ("zipf": the busiest of 64 has 7 times the mean).
+// Operands have the shapes of one micro-batch of the configuration. Grouped products run with experts as even as chance
+// makes them and with shares proportional to rank^-0.7 ("zipf": the busiest of 64 has 7 times the mean).
 #include "optimus/cli/bench_ops.h"
 
-#include <chrono>
 #include <random>
-
-#include "optimus/ops/dry/dry_ops.h"
-#include "optimus/train/backend.h"
 
 namespace optimus {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-/// Operands of one case: `copies` sets, drawn from one arena.
-class Operands {
- public:
-  Operands(Arena& arena, Device& device, Ops& ops) : arena_(arena), device_(device), ops_(ops) {}
-
-  Tensor normal(DType dtype, Shape shape, float deviation = 1.0f) {
-    const Tensor x = arena_.allocate(dtype, shape, "operand");
-    ops_.fill_normal(x.reshape({x.elements()}), deviation, philox_for(1, "bench"), ++streams_, 0);
-    return x;
-  }
-  Tensor constant(DType dtype, Shape shape, double value) {
-    const Tensor x = arena_.allocate(dtype, shape, "operand");
-    ops_.fill(x, value);
-    return x;
-  }
-  Tensor indices(Shape shape, const std::vector<int32_t>& values) {
-    const Tensor x = arena_.allocate(DType::i32, shape, "operand");
-    device_.from_host(x, values.data());
-    return x;
-  }
-  Ops& ops() { return ops_; }
-  Tensor empty(DType dtype, Shape shape) { return arena_.allocate(dtype, shape, "operand"); }
-
- private:
-  Arena& arena_;
-  Device& device_;
-  Ops& ops_;
-  uint64_t streams_ = 0;
-};
-
-using Call = std::function<void(Ops&)>;
-/// Makes one set of operands and the call on them.
-using Make = std::function<Call(Operands&)>;
+using Call = OpTimer::Call;
 
 /// Expert ids [T,K]: K different experts a token, drawn with shares proportional to (e + 1)^-exponent.
 std::vector<int32_t> draw_experts(int64_t tokens, int64_t experts, int64_t top_k, double exponent) {
@@ -73,13 +32,14 @@ class OpsBench {
   OpsBench(const RunConfig& config, const std::string& only, Device& device, Ops& ops)
       : config_(config),
         only_(only),
+        timer_(config, device, ops),
         device_(device),
         ops_(ops),
         tokens_(config.train.micro_batch * model_.sequence),
         type_(config.compute_dtype()) {}
 
   OpsBenchResult run() {
-    measure_ceilings();
+    result_.ceilings = timer_.measure_ceilings();
     products();
     attention();
     if (model_.moe_layers() > 0) {
@@ -93,72 +53,9 @@ class OpsBench {
   }
 
  private:
-  bool gpu() const { return device_.kind() == DeviceKind::cuda; }
-
-  // ---- timing ----
-
-  static constexpr int64_t kRotated = int64_t(256) << 20;  // bytes: several times a GPU's second-level cache
-
-  double time(const std::vector<Call>& calls) {
-    size_t next = 0;
-    const auto run_for = [&](int64_t count) {
-      const auto start = Clock::now();
-      for (int64_t i = 0; i < count; ++i) calls[next++ % calls.size()](ops_);
-      device_.synchronise_wait();
-      return std::chrono::duration<double>(Clock::now() - start).count();
-    };
-    device_.synchronise_wait();
-    run_for(std::max<int64_t>(2, int64_t(calls.size())));  // plans are made and memory is touched
-    const double once = run_for(3) / 3;
-    const double window = gpu() ? 8e-3 : 50e-3;
-    const int64_t count = std::clamp<int64_t>(int64_t(window / once), 1, 400);
-    std::vector<double> seconds;
-    for (int i = 0; i < 7; ++i) seconds.push_back(run_for(count) / double(count));
-    return median(seconds);
-  }
-
-  /// `work` scales the FLOPs that the dry backend counts.
-  void row(const std::string& name, const std::string& shape, const Make& make, double work = 1.0) {
-    if (!only_.empty() && (name + " " + shape).find(only_) == std::string::npos) return;
-    // A dry set of operands tells how much memory a set takes, and what a call does.
-    const auto dry_device = make_dry_device(device_.kind());
-    Arena dry_arena(*dry_device, "bench", -1);
-    DryOps dry(device_.kind(), config_.run.deterministic);
-    Operands dry_operands(dry_arena, *dry_device, dry);
-    const Call dry_call = make(dry_operands);
-    dry.clear();
-    dry_call(dry);
-    const int64_t bytes = dry_arena.peak();
-    const int64_t copies = std::clamp<int64_t>((kRotated + bytes - 1) / bytes, 1, 16);
-    Arena arena(device_, "bench", copies * bytes);
-    std::vector<Call> calls;
-    Operands operands(arena, device_, ops_);
-    for (int64_t i = 0; i < copies; ++i) calls.push_back(make(operands));
-    OpRow out{name, shape, 0, 0, 0};
-    for (const OpRecord& record : dry.records()) {
-      out.flops += record.flops * work;
-      out.bytes += record.bytes;
-    }
-    out.seconds = time(calls);
-    result_.rows.push_back(out);
-  }
-
-  void measure_ceilings() {
-    const std::string only = std::exchange(only_, "");
-    const int64_t n = gpu() ? 8192 : 2048;
-    const DType type = gpu() ? DType::bf16 : DType::f32;
-    row("ceiling: product", fmt::format("{} cubed {}", n, name_of(type)), [&](Operands& o) -> Call {
-      const Tensor a = o.normal(type, {n, n}), b = o.normal(type, {n, n}), y = o.empty(type, {n, n});
-      return [=](Ops& ops) { ops.matmul(a, Transpose::no, b, Transpose::yes, y, {}); };
-    });
-    const int64_t elements = gpu() ? int64_t(1) << 28 : int64_t(1) << 25;
-    row("ceiling: copy", fmt::format("{} MiB", elements >> 18), [&](Operands& o) -> Call {
-      const Tensor a = o.normal(DType::f32, {elements}), b = o.empty(DType::f32, {elements});
-      return [=](Ops& ops) { ops.copy(a, b); };
-    });
-    result_.flop_ceiling = result_.rows[0].flops / result_.rows[0].seconds;
-    result_.byte_ceiling = result_.rows[1].bytes / result_.rows[1].seconds;
-    only_ = only;
+  void row(const std::string& name, const std::string& shape, const OpTimer::Make& make, double work = 1.0) {
+    if (only_.empty() || (name + " " + shape).find(only_) != std::string::npos)
+      result_.rows.push_back(timer_.time(name, shape, make, work));
   }
 
   // ---- cases ----
@@ -395,7 +292,7 @@ class OpsBench {
   }
 
   void optimizer() {
-    const int64_t n = gpu() ? int64_t(1) << 28 : int64_t(1) << 23;
+    const int64_t n = device_.kind() == DeviceKind::cuda ? int64_t(1) << 28 : int64_t(1) << 23;
     const DType gradient = config_.gradient_dtype(), moments = config_.moment_dtype();
     row("sum of squares", fmt::format("{} M {}", n >> 20, name_of(gradient)), [=](Operands& o) -> Call {
       const Tensor x = o.normal(gradient, {n}), out = o.constant(DType::f64, {1}, 0.0);
@@ -419,6 +316,7 @@ class OpsBench {
   RunConfig config_;
   const ModelConfig& model_ = config_.model;
   std::string only_;
+  OpTimer timer_;
   Device& device_;
   Ops& ops_;
   int64_t tokens_;
@@ -427,11 +325,6 @@ class OpsBench {
 };
 
 }  // namespace
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + int64_t(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
 
 OpsBenchResult bench_ops(const RunConfig& config, const std::string& only, Device& device, Ops& ops) {
   return OpsBench(config, only, device, ops).run();

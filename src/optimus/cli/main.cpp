@@ -29,9 +29,6 @@ void bound_spinning(char** argv) {
 
 int main(int argc, char** argv) {
   bound_spinning(argv);
-  // Streams that share one of a GPU's hardware queues wait for each other: messages that wait for a peer must not hold up
-  // others. The driver reads it when it starts, which some MPI do before this program's first call.
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   CLI::App program("Optimus: pretrains dense and Mixture-of-Experts language models", "optimus");
   program.set_version_flag("--version", std::string("optimus ") + optimus::kVersion);
   program.require_subcommand(1);

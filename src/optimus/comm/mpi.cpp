@@ -436,6 +436,9 @@ std::shared_ptr<Processes> start_processes() {
   int started = 0;
   MPI_Initialized(&started);
   expects(!started, "start_processes() was called twice");
+  // Streams that share one of a GPU's hardware queues wait for each other: messages that wait for a peer must not hold
+  // up others. The driver reads it when it starts, which some MPI do in their own start.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   int provided = MPI_THREAD_SINGLE;
   const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
   require(code == MPI_SUCCESS, ErrorKind::kCommunication, "MPI does not start (error {})", code);

@@ -11,6 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -31,7 +32,7 @@ namespace optimus {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kConnectTime = std::chrono::seconds(30), kAttemptTime = std::chrono::seconds(3);
+constexpr std::chrono::milliseconds kConnectTime(30000), kLongestAttempt(3000);
 constexpr char kWelcome = 'w', kConfirmed = 'k';
 
 class Socket {
@@ -146,7 +147,8 @@ class Connecting {
     if (inet_pton(AF_INET, text.c_str(), &address.sin_addr) != 1) return;
     outgoing_ = make_socket();
     greeted_ = false;
-    give_up_ = Clock::now() + kAttemptTime;
+    // An address that leads nowhere answers nothing at all: however many there are, each has two attempts.
+    give_up_ = Clock::now() + std::min(kLongestAttempt, kConnectTime / int64_t(2 * target_->addresses.size()));
     if (connect(outgoing_.fd(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 && errno != EINPROGRESS)
       outgoing_.reset();
   }

@@ -88,6 +88,9 @@ class Ops {
   /// and results mean nothing: for `optimus bench ops --tune` alone.
   virtual void start_tuning_wait() {}
 
+  /// Memory of the device that the backend keeps for itself, besides what it is given.
+  virtual int64_t fixed_bytes() const { return 0; }
+
   // ---- copies ----
   /// x = value, every element. Any type.
   virtual void fill(Tensor x, double value) = 0;
@@ -124,6 +127,7 @@ class Ops {
   ///   rms:   y = x * r * weight,              r = 1/sqrt(mean(x^2) + eps)
   ///   layer: y = (x - mean) * r * weight + bias, r = 1/sqrt(var + eps)
   /// plus addend. weight, bias real [W] or empty (1, 0). statistics f32 [T, groups*2] = (mean, r); mean is 0 for rms.
+  /// y may be x or addend.
   virtual void norm(NormKind kind, float eps, int64_t groups, Tensor x, Tensor weight, Tensor bias, Tensor addend,
                     Tensor y, Tensor statistics) = 0;
   /// dx = (gradient through the normalisation) + addend; dweight (+)= sum_t dy * x_hat; dbias (+)= sum_t dy.

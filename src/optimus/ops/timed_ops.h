@@ -26,6 +26,7 @@ class TimedOps : public Ops {
   std::string choices() const override { return inner_->choices(); }
   bool set_choices(const std::string& text) override { return inner_->set_choices(text); }
   void start_tuning_wait() override { inner_->start_tuning_wait(); }
+  int64_t fixed_bytes() const override { return inner_->fixed_bytes(); }
 
   void fill(Tensor x, double value) override {
     time([&](Ops& ops) { ops.fill(x, value); });

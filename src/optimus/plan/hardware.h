@@ -24,6 +24,7 @@ struct Hardware {
   std::string name;
   Rate device_bytes;      ///< memory of a device, bytes
   Rate context;           ///< of which the driver's context, modules and libraries take this much
+  Rate communicator;      ///< and each communicator of several ranks this much, bytes
   Rate devices_per_node;  ///< ranks of a node, neighbours in rank order
 
   // FLOP/s of bf16 products.
@@ -49,6 +50,7 @@ struct Hardware {
     v("name", name);
     v.table("device_bytes", device_bytes);
     v.table("context", context);
+    v.table("communicator", communicator);
     v.table("devices_per_node", devices_per_node);
     v.table("peak", peak);
     v.table("matmul", matmul);

@@ -153,13 +153,9 @@ PlanReport make_report(const RunConfig& config, const std::optional<Hardware>& h
   PlanReport report;
   report.config = config;
   report.parameters = count_parameters(config.model);
-  report.memory = largest_memory(config);
+  report.memory = largest_memory(config, hardware);
   report.device = hardware ? hardware->name : "this machine";
   report.device_bytes = hardware ? int64_t(hardware->device_bytes.value) : capacity_here(config);
-  if (hardware) {
-    report.memory.plan.memory.fixed += int64_t(hardware->context.value);
-    report.memory.plan.segments["context"] = int64_t(hardware->context.value);
-  }
   const std::vector<RankWork> ranks = step_work(config);
   report.communication = communication_of(config, ranks);
   if (hardware) report.prediction = predict(config, ranks, *hardware);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "optimus/comm/groups.h"
 #include "optimus/parallel/placements.h"
 
 namespace optimus {
@@ -76,9 +77,29 @@ double least_seconds(const RunConfig& config, const Hardware& hardware) {
   return ideal * (1 + double(config.mesh.pp - 1) / double(3 * virtual_stages * config.micro_batches()));
 }
 
+/// Groups of several ranks that the rank belongs to.
+int communicators(const MeshShape& shape, int rank) {
+  std::vector<MessageRecord> messages;
+  const Groups groups = make_dry_groups(shape, rank, messages);
+  int count = 0;
+  for (const auto* group : {&groups.world, &groups.dp, &groups.ep, &groups.edp, &groups.pp, &groups.embedding})
+    count += *group && (*group)->size() > 1;
+  return count;
+}
+
+/// What the device's libraries hold besides the program's own memory.
+void add_libraries(EnginePlan& plan, const Hardware& hardware, int communicators) {
+  const auto add = [&](const char* name, double bytes) {
+    plan.memory.fixed += int64_t(bytes);
+    if (bytes > 0) plan.segments[name] = int64_t(bytes);
+  };
+  add("context", hardware.context.value);
+  add("communicators", communicators * hardware.communicator.value);
+}
+
 }  // namespace
 
-LargestMemory largest_memory(const RunConfig& config) {
+LargestMemory largest_memory(const RunConfig& config, const std::optional<Hardware>& hardware) {
   LargestMemory largest;
   for (int pp = 0; pp < config.mesh.pp; ++pp) {
     // Of ranks that hold alike layers the first has the most micro-batches in flight; uneven layers may change that.
@@ -86,7 +107,9 @@ LargestMemory largest_memory(const RunConfig& config) {
     const bool uneven =
         !config.parallel.stage_layers.empty() || (config.model.moe && config.model.moe->first_dense_layers > 0);
     if (!edge && !uneven) continue;
-    EnginePlan plan = plan_engine(config, EngineUse::train, rank_of(config.mesh, pp, 0));
+    const int rank = rank_of(config.mesh, pp, 0);
+    EnginePlan plan = plan_engine(config, EngineUse::train, rank);
+    if (hardware) add_libraries(plan, *hardware, communicators(config.mesh, rank));
     if (pp == 0 || plan.memory.total() > largest.plan.memory.total()) largest = {pp, std::move(plan)};
   }
   return largest;
@@ -107,7 +130,7 @@ SearchResult search_layouts(const RunConfig& base, const Hardware& hardware, siz
     if (beaten(least_seconds(config, hardware))) break;
     Candidate candidate{config, 0, predict(config, step_work(config), hardware)};
     if (beaten(seconds_of(candidate))) continue;
-    candidate.memory_bytes = largest_memory(config).plan.memory.total() + int64_t(hardware.context.value);
+    candidate.memory_bytes = largest_memory(config, hardware).plan.memory.total();
     if (double(candidate.memory_bytes) > hardware.device_bytes.value) continue;
     result.best.insert(std::ranges::upper_bound(result.best, seconds_of(candidate), {}, seconds_of),
                        std::move(candidate));

@@ -14,7 +14,7 @@ struct LargestMemory {
   int pp = 0;
   EnginePlan plan;
 };
-LargestMemory largest_memory(const RunConfig& config);
+LargestMemory largest_memory(const RunConfig& config, const std::optional<Hardware>& hardware);
 
 struct Candidate {
   RunConfig config;

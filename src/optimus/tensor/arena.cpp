@@ -12,7 +12,8 @@ Arena::Arena(Device& device, std::string name, int64_t capacity)
       name_(std::move(name)),
       capacity_(capacity < 0 ? kUnbounded : capacity),
       dry_(device.dry()),
-      debug_(!dry_ && std::getenv("OPTIMUS_DEBUG_ARENA") != nullptr) {
+      debug_(!dry_ && std::getenv("OPTIMUS_DEBUG_ARENA") != nullptr),
+      nan_(debug_ && std::string_view(std::getenv("OPTIMUS_DEBUG_ARENA")) == "nan") {
   expects(capacity >= 0 || dry_, "arena {}: only a dry device has unbounded memory", name_);
   if (!debug_) base_ = static_cast<std::byte*>(device_.allocate(dry_ ? kUnbounded / 64 : capacity_));
 }
@@ -37,6 +38,7 @@ Tensor Arena::allocate(DType dtype, Shape shape, std::string_view segment) {
   if (debug_) {
     out.data = device_.allocate(size);
     live_.push_back({"", size, out.data});
+    if (nan_) device_.from_host(out, std::vector<std::byte>(size_t(size), std::byte{0xFF}).data());
   }
   peak_ = std::max(peak_, used_);
   return out;

@@ -3,7 +3,8 @@
 // does not start or does not run out.
 //
 // With OPTIMUS_DEBUG_ARENA set, every tensor is an allocation of its own and is given back at once, so that memory
-// checkers see each access outside of it and each read of what was never written. Far too slow to train with.
+// checkers see each access outside of it and each read of what was never written; with the value "nan" it is also
+// filled with NaN, so that such a read shows in the results. Far too slow to train with.
 #pragma once
 
 #include <map>
@@ -69,7 +70,7 @@ class Arena {
   Device& device_;
   std::string name_;
   int64_t capacity_;
-  bool dry_, debug_;
+  bool dry_, debug_, nan_;
   std::byte* base_ = nullptr;
   int64_t used_ = 0;
   int64_t peak_ = 0;

@@ -3,11 +3,23 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <fstream>
 
 namespace optimus {
 namespace {
+
+/// Of a device that computes while it is asked to.
+class HostMoment final : public Moment {
+ public:
+  double seconds_since_wait(const Moment& earlier) const override {
+    return std::chrono::duration<double>(time_ - dynamic_cast<const HostMoment&>(earlier).time_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point time_ = std::chrono::steady_clock::now();
+};
 
 class CpuDevice final : public Device {
  public:
@@ -58,6 +70,8 @@ class DryDevice final : public Device {
 };
 
 }  // namespace
+
+std::unique_ptr<Moment> Device::moment() { return std::make_unique<HostMoment>(); }
 
 std::unique_ptr<Device> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 std::unique_ptr<Device> make_dry_device(DeviceKind kind) { return std::make_unique<DryDevice>(kind); }

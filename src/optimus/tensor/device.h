@@ -11,6 +11,14 @@ namespace optimus {
 
 enum class DeviceKind : uint8_t { cpu, cuda };
 
+/// A moment of a device's work: when all that it had been asked for before was done.
+class Moment {
+ public:
+  virtual ~Moment() = default;
+  /// Seconds from an earlier moment of the same device to this one; waits for both.
+  virtual double seconds_since_wait(const Moment& earlier) const = 0;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -40,6 +48,7 @@ class Device {
   virtual void timeline(std::string_view) {}
   /// Waits until the device has done all that it was asked for.
   virtual void synchronise_wait() {}
+  virtual std::unique_ptr<Moment> moment();
 };
 
 std::unique_ptr<Device> make_cpu_device();

@@ -404,7 +404,7 @@ std::map<std::string, int64_t> Engine::peak_segments() const {
   add(persistent_, "", 1);
   add(pipeline_.largest_slot(), "saved: ", pipeline_.slots());
   add(workspace_, "", 1);
-  if (kernel_scratch() > 0) segments["kernels' scratch"] = kernel_scratch();
+  if (ops_->fixed_bytes() > 0) segments["kernels' scratch"] = ops_->fixed_bytes();
   return segments;
 }
 

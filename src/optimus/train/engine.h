@@ -16,7 +16,6 @@
 
 #include "optimus/comm/groups.h"
 #include "optimus/data/loader.h"
-#include "optimus/ops/cuda/limits.h"
 #include "optimus/optim/optimizer.h"
 #include "optimus/parallel/pipeline.h"
 #include "optimus/train/config.h"
@@ -120,7 +119,7 @@ class Engine : private LayerEvents {
   /// Bytes in use at most so far, all arenas.
   int64_t peak_bytes() const { return peak_memory().total(); }
   EngineMemory peak_memory() const {
-    return {persistent_.peak(), pipeline_.slot_peak(), pipeline_.slots(), workspace_.peak(), kernel_scratch()};
+    return {persistent_.peak(), pipeline_.slot_peak(), pipeline_.slots(), workspace_.peak(), ops_->fixed_bytes()};
   }
   std::map<std::string, int64_t> peak_segments() const;
 
@@ -128,7 +127,6 @@ class Engine : private LayerEvents {
   void weights_needed(int64_t layer) override;
   void gradients_ready(int64_t layer) override;
   void layer_begins(int64_t layer) override;
-  int64_t kernel_scratch() const { return device_.kind() == DeviceKind::cuda ? cuda::kScratchBytes : 0; }
   Pipeline make_pipeline(EngineUse use, int64_t slot_capacity);
   std::unique_ptr<TokenDispatcher> make_dispatcher();
   Context context(Arena& saved, Arena* deferred, int micro_batch);

@@ -9,9 +9,6 @@
 
 namespace optimus {
 
-/// In run.dir: the choices of algorithms that `optimus bench ops --tune` made, see Ops::choices().
-constexpr const char* kTuningFile = "tuning.json";
-
 /// Commits the state after `step` updates as a folder; see CheckpointWriter. `origin`, where not empty, is a checkpoint of
 /// the same model that was imported or descends from an import: where it came from (dtype, tokenizer files) is passed on,
 /// so that an export gives it back. Error(kData).

@@ -113,9 +113,7 @@ void Trainer::take_choices(const std::optional<Checkpoint>& checkpoint) {
   std::string text;
   together(processes_, [&] {
     if (!first()) return;
-    const fs::path file = fs::path(config_.run.dir) / kTuningFile;
-    if (checkpoint) text = checkpoint->manifest().config.value("tuning", "");
-    else if (fs::exists(file)) text = read_text(file);
+    text = checkpoint ? checkpoint->manifest().config.value("tuning", "") : read_tuning(config_.run.dir);
   });
   text = processes_.broadcast(text, 0);
   if (text.empty()) return;

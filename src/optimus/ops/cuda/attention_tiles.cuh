@@ -17,9 +17,11 @@ constexpr int kPad = 4;
 
 /// A tensor [rows, heads*head_dim]; `vectors`: 4 elements of a head may move as one access.
 template <typename T>
-struct Matrix {
-  T* data;
-  int64_t pitch;
+struct HeadRows : Matrix<T> {
+  HeadRows(const Tensor& tensor, int64_t head_dim)
+      : Matrix<T>(tensor),
+        vectors(head_dim % 4 == 0 && tensor.pitch % 4 == 0 &&
+                reinterpret_cast<uintptr_t>(tensor.data) % (4 * sizeof(T)) == 0) {}
   bool vectors;
 };
 
@@ -37,12 +39,12 @@ __device__ float reduce_row(float value, Combine combine) {
 
 /// tile = `rows` rows of a head from `first_row` on, of kRows at most; zeros past them and past head_dim.
 template <int W, int kRows, typename T>
-__device__ void load_tile(const Matrix<const T>& from, int64_t first_row, int head, int rows, int head_dim,
+__device__ void load_tile(const HeadRows<const T>& from, int64_t first_row, int head, int rows, int head_dim,
                           float* tile) {
   constexpr int kQuads = W / 4, kStep = kThreads / kQuads;  // rows that all threads load at once
   static_assert(kRows % kStep == 0);
   const int first = int(threadIdx.x) / kQuads, column = int(threadIdx.x) % kQuads * 4;
-  const T* source = from.data + (first_row + first) * from.pitch + int64_t(head) * head_dim + column;
+  const T* source = from[first_row + first] + int64_t(head) * head_dim + column;
   float* target = tile + first * (W + kPad) + column;
 #pragma unroll 4
   for (int step = 0; step < kRows / kStep; ++step) {
@@ -148,12 +150,12 @@ struct Result {
   }
   /// To `rows` rows of a head from `first_row` on.
   template <typename T>
-  __device__ void store(const Matrix<T>& to, int64_t first_row, int head, int rows, int head_dim) const {
+  __device__ void store(const HeadRows<T>& to, int64_t first_row, int head, int rows, int head_dim) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = thread_y() * kRows + i;
       if (row >= rows) continue;
-      T* target = to.data + (first_row + row) * to.pitch + int64_t(head) * head_dim;
+      T* target = to[first_row + row] + int64_t(head) * head_dim;
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
         const int first = column(vector);

@@ -22,6 +22,7 @@ class CudaOps final : public Ops {
   std::string choices() const override;
   bool set_choices(const std::string& text) override;
   void start_tuning_wait() override { tuning_ = true; }
+  int64_t fixed_bytes() const override { return kScratchBytes; }
 
   // elementwise.cu
   void fill(Tensor x, double value) override;

@@ -268,21 +268,11 @@ struct Pieces {
   unsigned per_token;
 };
 
-/// Rows of T, which may hold several elements; the pitch counts T, too.
-template <typename T>
-struct RowsOf {
-  explicit RowsOf(const Tensor& tensor)
-      : data(pointer<T>(tensor)), pitch(tensor.pitch * size_of(tensor.dtype) / int64_t(sizeof(T))) {}
-  T* data;
-  int64_t pitch;
-  __device__ T* operator[](int64_t row) const { return data + row * pitch; }
-};
-
 /// Unit is what one access moves; elements are not looked at.
 template <typename Unit>
 __global__ void __launch_bounds__(kCopyThreads, kCopyBlocks)
-    gather_kernel(RowsOf<const Unit> x, const int32_t* __restrict__ row_ptr, const int32_t* __restrict__ row,
-                  RowsOf<Unit> rows, Pieces pieces) {
+    gather_kernel(Matrix<const Unit> x, const int32_t* __restrict__ row_ptr, const int32_t* __restrict__ row,
+                  Matrix<Unit> rows, Pieces pieces) {
   int64_t token, first;
   pieces.find(kGatherLoads, token, first);
   if (token >= pieces.tokens) return;
@@ -328,8 +318,8 @@ __device__ void add_rows(const int32_t* __restrict__ row, const T* __restrict__ 
 /// A thread has N columns of a token. With `in_place`, addend is y.
 template <typename T, int N>
 __global__ void __launch_bounds__(kCopyThreads, kCopyBlocks)
-    combine_kernel(RowsOf<const T> rows, const int32_t* __restrict__ row_ptr, const int32_t* __restrict__ row,
-                   RowsOf<const T> addend, bool in_place, RowsOf<T> y, Pieces pieces) {
+    combine_kernel(Matrix<const T> rows, const int32_t* __restrict__ row_ptr, const int32_t* __restrict__ row,
+                   Matrix<const T> addend, bool in_place, Matrix<T> y, Pieces pieces) {
   int64_t token, unit;
   pieces.find(1, token, unit);
   if (token >= pieces.tokens || unit >= pieces.units) return;
@@ -380,8 +370,8 @@ void CudaOps::gather_rows(Tensor x_TD, const RouteIndex& index, Tensor rows_RD) 
           "gather of {} {} into {} {}", name_of(x_TD.dtype), x_TD.shape, name_of(rows_RD.dtype), rows_RD.shape);
   const auto gather_by = [&]<typename Unit>(Unit) {
     const Pieces pieces(tokens, x_TD.columns() * size / int64_t(sizeof(Unit)), kGatherLoads);
-    launch(gather_kernel<Unit>, pieces.blocks(), kCopyThreads, 0, stream_, RowsOf<const Unit>(x_TD),
-           index.row_ptr_T1.as<int32_t>(), index.row_R.as<int32_t>(), RowsOf<Unit>(rows_RD), pieces);
+    launch(gather_kernel<Unit>, pieces.blocks(), kCopyThreads, 0, stream_, Matrix<const Unit>(x_TD),
+           index.row_ptr_T1.as<int32_t>(), index.row_R.as<int32_t>(), Matrix<Unit>(rows_RD), pieces);
   };
   if (whole_vectors(x_TD) && whole_vectors(rows_RD)) return gather_by(uint4{});
   return size == 4 ? gather_by(uint32_t{}) : gather_by(uint16_t{});
@@ -391,9 +381,9 @@ void CudaOps::combine_rows(Tensor rows_RD, const RouteIndex& index, Tensor adden
   const bool vectors = whole_vectors(rows_RD) && whole_vectors(y_TD) && (!addend_TD || whole_vectors(addend_TD));
   const auto combine_by = [&]<typename T, int N>() {
     const Pieces pieces(y_TD.rows(), y_TD.columns() / N, 1);
-    launch(combine_kernel<T, N>, pieces.blocks(), kCopyThreads, 0, stream_, RowsOf<const T>(rows_RD),
-           index.row_ptr_T1.as<int32_t>(), index.row_R.as<int32_t>(), RowsOf<const T>(addend_TD),
-           addend_TD.same_view(y_TD), RowsOf<T>(y_TD), pieces);
+    launch(combine_kernel<T, N>, pieces.blocks(), kCopyThreads, 0, stream_, Matrix<const T>(rows_RD),
+           index.row_ptr_T1.as<int32_t>(), index.row_R.as<int32_t>(), Matrix<const T>(addend_TD),
+           addend_TD.same_view(y_TD), Matrix<T>(y_TD), pieces);
   };
   with_real(y_TD.dtype, [&]<typename T>(T) {
     vectors ? combine_by.template operator()<T, kVectorWidth<T>>() : combine_by.template operator()<T, 1>();

@@ -2,7 +2,8 @@
 //
 // The gradient takes two kernels. The first sorts the positions by token, keeping their order: a block owns kOwned rows
 // of the vocabulary, looks at all ids and ranks those of its rows, so blocks need nothing of each other. The second
-// writes every row of dw once, the sum of its positions in order, or zeros. A row of more than `chunk` positions is shared:
+// writes every row of dw that changes once: the sum of its positions in order, or zeros where dw is overwritten; where
+// it is added to, only tokens that occur are visited. A row of more than `chunk` positions is shared:
 // each chunk of the sorted positions is added by a block of its own, and the block that ends last joins the chunks' sums
 // in order; which one that is makes no difference.
 #include "optimus/ops/cuda/kernels.cuh"
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 constexpr int kSortThreads = 1024;
 constexpr int kSortWarps = kSortThreads / kWarp;
 constexpr int kOwned = 256;  ///< rows of the vocabulary that a block owns
+constexpr int kAhead = 8;    ///< ids that a thread has on their way at once
 
 /// offsets[v] = number of positions with a token below v, offsets[vocab] = all of them; sorted[offsets[v] ..] = those with
 /// token v, ascending. Also clears the tickets of the kernel that follows.
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(kSortThreads)
   const int64_t begin = warp * run, end = begin + run;
   int32_t below = 0;
   const auto key_of = [&](int64_t t) {  // the row among the block's, or -1
-    if (t >= tokens) return -1;
+    if (t >= tokens || t >= end) return -1;
     const int64_t id = ids[t];
     if (id == padding_token || id < 0) return -1;
     below += id < first_row;
@@ -71,13 +73,23 @@ __global__ void __launch_bounds__(kSortThreads)
     return row >= 0 && row < rows ? int(row) : -1;
   };
   const unsigned lanes_before = (1u << lane) - 1;
-  for (int64_t t = begin; t < end; t += kWarp) {
-    const int key = key_of(t + lane);
-    if (!__any_sync(kAllLanes, key >= 0)) continue;
-    const unsigned same = __match_any_sync(kAllLanes, key);
+  // visit(position, row, the warp's lanes with that row) of each 32 positions that the block's rows occur in.
+  const auto each_of_run = [&](const auto& visit) {
+    for (int64_t t = begin + lane; t - lane < end; t += kAhead * kWarp) {
+      int keys[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) keys[i] = key_of(t + i * kWarp);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (!__any_sync(kAllLanes, keys[i] >= 0)) continue;
+        visit(int32_t(t + i * kWarp), keys[i], __match_any_sync(kAllLanes, keys[i]));
+        __syncwarp();
+      }
+    }
+  };
+  each_of_run([&](int32_t, int key, unsigned same) {
     if (key >= 0 && (same & lanes_before) == 0) places[warp][key] += __popc(same);
-    __syncwarp();
-  }
+  });
   const int32_t base = reduce_block(below, Sum{});  // also a barrier
 
   if (thread < kOwned) {
@@ -104,18 +116,13 @@ __global__ void __launch_bounds__(kSortThreads)
   if (thread == 0 && first_row + rows == vocab) offsets[vocab] = base + totals[kOwned - 1];
   __syncthreads();
 
-  for (int64_t t = begin; t < end; t += kWarp) {
-    const int key = key_of(t + lane);
-    if (!__any_sync(kAllLanes, key >= 0)) continue;
-    const unsigned same = __match_any_sync(kAllLanes, key);
+  each_of_run([&](int32_t position, int key, unsigned same) {
     const int32_t place = key >= 0 ? places[warp][key] : 0;
     __syncwarp();
-    if (key >= 0) {
-      sorted[place + __popc(same & lanes_before)] = int32_t(t + lane);
-      if ((same & lanes_before) == 0) places[warp][key] = place + __popc(same);
-    }
-    __syncwarp();
-  }
+    if (key < 0) return;
+    sorted[place + __popc(same & lanes_before)] = position;
+    if ((same & lanes_before) == 0) places[warp][key] = place + __popc(same);
+  });
 }
 
 // ---- sums ----
@@ -159,7 +166,7 @@ struct Positions {
 };
 
 /// The first `chunks` blocks look after rows of more than `chunk` positions, the others after units of N columns of the
-/// remaining rows.
+/// remaining rows: of all where dw is overwritten; where it is added to, of each sorted position that is a token's first.
 template <typename T, typename G, int N>
 __global__ void __launch_bounds__(kThreads, 5)
     embedding_backward_kernel(Positions at, const T* dy, int64_t dy_pitch, G* dw, int64_t dw_pitch, int64_t columns,
@@ -167,10 +174,11 @@ __global__ void __launch_bounds__(kThreads, 5)
   const int64_t units_each = columns / N;
   if (int64_t(blockIdx.x) >= at.chunks) {
     const int64_t unit = (int64_t(blockIdx.x) - at.chunks) * kThreads + threadIdx.x;
-    if (unit >= at.vocab * units_each) return;
-    const int64_t row = unit / units_each, column = (unit - row * units_each) * N;
+    const int64_t item = unit / units_each, column = (unit - item * units_each) * N;
+    if (item >= (accumulate ? at.offsets[at.vocab] : at.vocab)) return;
+    const int64_t row = accumulate ? at.ids[at.sorted[item]] : item;
     const int32_t begin = at.offsets[row], end = at.offsets[row + 1];
-    if (end - begin > at.chunk || (accumulate && begin == end)) return;
+    if (end - begin > at.chunk || (accumulate && begin != item)) return;
     float sum[N] = {};
     G* to = dw + row * dw_pitch + column;
     if (accumulate) add_elements<G, N>(to, sum);
@@ -260,9 +268,10 @@ void CudaOps::embedding_backward(Tensor ids_T, Tensor dy_TD, Tensor dw_VD, int64
          offsets, sorted, tickets, chunks);
 
   const auto run = [&]<typename T, typename G, int N>(T, G, std::integral_constant<int, N>) {
-    launch(embedding_backward_kernel<T, G, N>, chunks + ceil_div(vocab * (columns / N), kThreads), kThreads, 0, stream_,
-           at, pointer<const T>(dy_TD), dy_TD.pitch, pointer<G>(dw_VD), dw_VD.pitch, columns,
-           write == Write::accumulate);
+    const bool accumulate = write == Write::accumulate;
+    const int64_t items = accumulate ? tokens : vocab;
+    launch(embedding_backward_kernel<T, G, N>, chunks + ceil_div(items * (columns / N), kThreads), kThreads, 0, stream_,
+           at, pointer<const T>(dy_TD), dy_TD.pitch, pointer<G>(dw_VD), dw_VD.pitch, columns, accumulate);
   };
   const bool vectors = columns % kWidth == 0 && whole_vectors(dy_TD) && whole_vectors(dw_VD);
   with_real(dy_TD.dtype, [&]<typename T>(T t) {

@@ -42,6 +42,16 @@ __device__ inline bfloat from_float<bfloat>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+/// Rows with their pitch, in units of T (what the tensor holds, or what moves at once); data null for an empty tensor.
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t pitch;
+  explicit Matrix(const Tensor& tensor)
+      : data(pointer<T>(tensor)), pitch(tensor.pitch * size_of(tensor.dtype) / int64_t(sizeof(T))) {}
+  __device__ T* operator[](int64_t row) const { return data + row * pitch; }
+};
+
 /// N elements that move as one access (16 bytes at most).
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vector {

@@ -13,14 +13,6 @@ namespace optimus::cuda {
 
 constexpr int kWideThreads = 512;  // at most, of the wide kernels
 
-/// Rows with their pitch.
-template <typename T>
-struct Matrix {
-  T* data;
-  int64_t pitch;
-  explicit Matrix(const Tensor& tensor) : data(pointer<T>(tensor)), pitch(tensor.pitch) {}
-};
-
 /// Vector v is group v % groups of row v / groups.
 struct Vectors {
   unsigned count, groups, width;
@@ -34,12 +26,12 @@ struct Vectors {
   }
   template <typename T>
   __device__ T* in(const Matrix<T>& matrix, Place place) const {
-    return matrix.data + int64_t(place.row) * matrix.pitch + int64_t(place.group) * width;
+    return matrix[place.row] + int64_t(place.group) * width;
   }
 };
 
 __device__ inline float* statistics_at(const Matrix<float>& statistics, Vectors::Place place) {
-  return statistics.data + int64_t(place.row) * statistics.pitch + 2 * int64_t(place.group);
+  return statistics[place.row] + 2 * int64_t(place.group);
 }
 
 template <typename T>

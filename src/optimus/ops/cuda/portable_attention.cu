@@ -57,8 +57,8 @@ __device__ Place place_of(int heads, int all_heads, int tiles, bool last_first) 
 
 template <typename T, int W>
 __global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(Sizes sizes, int all_heads, int tiles, Matrix<const T> q, Matrix<const T> k, Matrix<const T> v,
-                   Matrix<T> o, float* lse) {
+    forward_kernel(Sizes sizes, int all_heads, int tiles, HeadRows<const T> q, HeadRows<const T> k, HeadRows<const T> v,
+                   HeadRows<T> o, float* lse) {
   using Tiles = ForwardTiles<W>;
   constexpr int kRows = Tiles::kOwn / kSide, kColumns = Tiles::kOther / kSide;
   extern __shared__ float4 shared_memory[];
@@ -146,9 +146,9 @@ __device__ void gradient_of_scores(const Sizes& sizes, int first_query, int firs
 
 template <typename T, int W>
 __global__ void __launch_bounds__(kThreads, 2)
-    query_gradient_kernel(Sizes sizes, int all_heads, int tiles, Matrix<const T> q, Matrix<const T> k,
-                          Matrix<const T> v, Matrix<const T> o, Matrix<const T> do_, const float* lse, float* delta,
-                          Matrix<T> dq) {
+    query_gradient_kernel(Sizes sizes, int all_heads, int tiles, HeadRows<const T> q, HeadRows<const T> k,
+                          HeadRows<const T> v, HeadRows<const T> o, HeadRows<const T> do_, const float* lse,
+                          float* delta, HeadRows<T> dq) {
   using Tiles = BackwardTiles<W>;
   constexpr int kRows = Tiles::kOwn / kSide, kColumns = Tiles::kOther / kSide;
   extern __shared__ float4 shared_memory[];
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int row = thread_y() * kRows + i;
     float sum = 0.0f;
     if (row < rows) {
-      const T* o_row = o.data + (q_row + row) * o.pitch + int64_t(place.head) * sizes.head_dim;
+      const T* o_row = o[q_row + row] + int64_t(place.head) * sizes.head_dim;
       for (int column = thread_x(); column < sizes.head_dim; column += kSide)
         sum = fmaf(do_tile[row * (W + kPad) + column], to_float(o_row[column]), sum);
     }
@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <typename T, int W>
 __global__ void __launch_bounds__(kThreads, 2)
-    key_gradient_kernel(Sizes sizes, int all_kv_heads, int tiles, Matrix<const T> q, Matrix<const T> k,
-                        Matrix<const T> v, Matrix<const T> do_, const float* lse, const float* delta, Matrix<T> dk,
-                        Matrix<T> dv) {
+    key_gradient_kernel(Sizes sizes, int all_kv_heads, int tiles, HeadRows<const T> q, HeadRows<const T> k,
+                        HeadRows<const T> v, HeadRows<const T> do_, const float* lse, const float* delta,
+                        HeadRows<T> dk, HeadRows<T> dv) {
   using Tiles = BackwardTiles<W>;
   constexpr int kRows = Tiles::kOther / kSide, kColumns = Tiles::kOwn / kSide;  // of scores: queries by keys
   constexpr int kScorePitch = Tiles::kOwn + kPad;
@@ -283,13 +283,6 @@ void with_width(int64_t head_dim, Visitor&& visitor) {
   visitor(std::integral_constant<int, 256>{});
 }
 
-template <typename T>
-Matrix<T> matrix_of(const Tensor& tensor, int64_t head_dim) {
-  const bool vectors =
-      head_dim % 4 == 0 && tensor.pitch % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % (4 * sizeof(T)) == 0;
-  return {pointer<T>(tensor), tensor.pitch, vectors};
-}
-
 Sizes sizes_of(const AttentionShape& shape) {
   constexpr int64_t kMost = int64_t(1) << 30;
   expects(shape.queries < kMost && shape.keys < kMost && shape.sequences * shape.heads < kMost,
@@ -321,8 +314,8 @@ void portable_attention(const AttentionShape& shape, Tensor q, Tensor k, Tensor 
     with_width(head_dim, [&]<int W>(std::integral_constant<int, W>) {
       using Tiles = ForwardTiles<W>;
       launch_tiles<Tiles::kOwn>(forward_kernel<T, W>, shape, shape.heads, shape.queries, Tiles::kFloats, stream,
-                                matrix_of<const T>(q, head_dim), matrix_of<const T>(k, head_dim),
-                                matrix_of<const T>(v, head_dim), matrix_of<T>(o, head_dim), pointer<float>(lse));
+                                HeadRows<const T>(q, head_dim), HeadRows<const T>(k, head_dim),
+                                HeadRows<const T>(v, head_dim), HeadRows<T>(o, head_dim), pointer<float>(lse));
     });
   });
 }
@@ -336,15 +329,13 @@ void portable_attention_backward(const AttentionShape& shape, Tensor q, Tensor k
   with_real(q.dtype, [&]<typename T>(T) {
     with_width(head_dim, [&]<int W>(std::integral_constant<int, W>) {
       using Tiles = BackwardTiles<W>;
-      const auto q_matrix = matrix_of<const T>(q, head_dim), k_matrix = matrix_of<const T>(k, head_dim),
-                 v_matrix = matrix_of<const T>(v, head_dim), do_matrix = matrix_of<const T>(do_, head_dim);
+      const HeadRows<const T> q_rows(q, head_dim), k_rows(k, head_dim), v_rows(v, head_dim), do_rows(do_, head_dim);
       launch_tiles<Tiles::kOwn>(query_gradient_kernel<T, W>, shape, shape.heads, shape.queries, Tiles::kFloatsOfQueries,
-                                stream, q_matrix, k_matrix, v_matrix, matrix_of<const T>(o, head_dim), do_matrix,
-                                pointer<const float>(lse), delta, matrix_of<T>(dq, head_dim));
+                                stream, q_rows, k_rows, v_rows, HeadRows<const T>(o, head_dim), do_rows,
+                                pointer<const float>(lse), delta, HeadRows<T>(dq, head_dim));
       launch_tiles<Tiles::kOwn>(key_gradient_kernel<T, W>, shape, shape.kv_heads, shape.keys, Tiles::kFloatsOfKeys,
-                                stream, q_matrix, k_matrix, v_matrix, do_matrix, pointer<const float>(lse),
-                                static_cast<const float*>(delta), matrix_of<T>(dk, head_dim),
-                                matrix_of<T>(dv, head_dim));
+                                stream, q_rows, k_rows, v_rows, do_rows, pointer<const float>(lse),
+                                static_cast<const float*>(delta), HeadRows<T>(dk, head_dim), HeadRows<T>(dv, head_dim));
     });
   });
 }

@@ -47,10 +47,10 @@ struct RouterArguments {
   int experts, each, top_k, groups, top_groups;
   bool softmax, normalize;
   float score_scale;
-  Rows<const float> logits;
+  Matrix<const float> logits;
   const float* bias;
-  Rows<float> probs, gates;
-  Rows<int32_t> ids;
+  Matrix<float> probs, gates;
+  Matrix<int32_t> ids;
   float* lse;
 };
 
@@ -199,11 +199,11 @@ void CudaOps::router(const RouterShape& shape, Tensor logits_TE, Tensor bias_E, 
                                   shape.score == ScoreKind::softmax,
                                   shape.normalize_top_k,
                                   shape.score_scale,
-                                  Rows<const float>(logits_TE),
+                                  Matrix<const float>(logits_TE),
                                   bias_E ? bias_E.as<float>() : nullptr,
-                                  Rows<float>(probs_TE),
-                                  Rows<float>(gates_TK),
-                                  Rows<int32_t>(ids_TK),
+                                  Matrix<float>(probs_TE),
+                                  Matrix<float>(gates_TK),
+                                  Matrix<int32_t>(ids_TK),
                                   lse_T.as<float>()};
   const auto kernel = each <= 1    ? router_kernel<1>
                       : each <= 2  ? router_kernel<2>

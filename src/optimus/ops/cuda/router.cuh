@@ -1,4 +1,4 @@
-// What the router's kernels share: its formulas, rows with their pitch, the sigmoid.
+// What the router's kernels share: its formulas, the sigmoid.
 //
 // Scores s are softmax(logits) or sigmoid(logits); probs are s, divided by their sum for the sigmoid. With n the sum of
 // the chosen scores where gates are normalised (plus 1e-20 for the sigmoid), else 1: gate_k = score_scale s_k / n.
@@ -9,8 +9,6 @@
 // and both add 2 z_scale lse softmax(logits).
 #pragma once
 
-#include <type_traits>
-
 #include "optimus/ops/cuda/kernels.cuh"
 
 namespace optimus::cuda {
@@ -20,15 +18,5 @@ constexpr int64_t kRouterSharedBytes = 48 << 10;
 
 /// The division is good to 2 units in the last place.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
-
-/// Rows with their pitch; data null for an empty tensor.
-template <typename T>
-struct Rows {
-  T* data;
-  int64_t pitch;
-  explicit Rows(const Tensor& tensor)
-      : data(tensor ? tensor.as<std::remove_const_t<T>>() : nullptr), pitch(tensor.pitch) {}
-  __device__ T* operator[](int64_t row) const { return data + row * pitch; }
-};
 
 }  // namespace optimus::cuda

@@ -19,11 +19,11 @@ struct StatisticsArguments {
   int64_t tokens, unit_tokens, unit_chunks, chunk_tokens;
   int experts, top_k;
   int width;  ///< power of two: threads side by side for the experts
-  Rows<const float> probs;
-  Rows<const int32_t> ids;
+  Matrix<const float> probs;
+  Matrix<const int32_t> ids;
   const float* lse;
   // To the unit's row where it is one chunk, else to the chunk's.
-  Rows<float> counts, prob_sums;
+  Matrix<float> counts, prob_sums;
   float* partial_counts;
   float* partial_sums;
   double* partial_squares;  ///< null where there is one chunk in all
@@ -120,11 +120,11 @@ struct BackwardArguments {
   int experts, top_k;
   bool softmax, normalize;
   float score_scale, z_scale;
-  Rows<const float> logits, probs;
-  Rows<const int32_t> ids;
+  Matrix<const float> logits, probs;
+  Matrix<const int32_t> ids;
   const float* lse;
-  Rows<const float> dgates, balance;
-  Rows<float> dlogits;
+  Matrix<const float> dgates, balance;
+  Matrix<float> dlogits;
 };
 
 __global__ void __launch_bounds__(kRouterThreads) router_backward_kernel(BackwardArguments a) {
@@ -187,9 +187,9 @@ __global__ void __launch_bounds__(kRouterThreads) router_backward_kernel(Backwar
 // ---- balance loss ----
 
 __global__ void __launch_bounds__(kBalanceThreads)
-    balance_loss_kernel(unsigned units, unsigned experts, Rows<const float> counts, Rows<const float> prob_sums,
+    balance_loss_kernel(unsigned units, unsigned experts, Matrix<const float> counts, Matrix<const float> prob_sums,
                         const float* fixed_f, double inverse_tokens, double scale, double gradient_scale, double* loss,
-                        Rows<float> gradients) {
+                        Matrix<float> gradients) {
   double sum = 0.0;
 #pragma unroll 4
   for (unsigned i = threadIdx.x; i < units * experts; i += kBalanceThreads) {
@@ -228,11 +228,11 @@ void CudaOps::router_statistics(const RouterShape& shape, Tensor probs_TE, Tenso
                                       int(experts),
                                       int(shape.top_k),
                                       width,
-                                      Rows<const float>(probs_TE),
-                                      Rows<const int32_t>(ids_TK),
+                                      Matrix<const float>(probs_TE),
+                                      Matrix<const int32_t>(ids_TK),
                                       lse_T.as<float>(),
-                                      Rows<float>(counts_UE),
-                                      Rows<float>(prob_sums_UE),
+                                      Matrix<float>(counts_UE),
+                                      Matrix<float>(prob_sums_UE),
                                       several ? scratch_.take<float>(chunks * experts) : nullptr,
                                       several ? scratch_.take<float>(chunks * experts) : nullptr,
                                       chunks > 1 ? scratch_.take<double>(chunks) : nullptr,
@@ -256,13 +256,13 @@ void CudaOps::router_backward(const RouterShape& shape, Tensor logits_TE, Tensor
                                     shape.normalize_top_k,
                                     shape.score_scale,
                                     z_scale,
-                                    Rows<const float>(logits_TE),
-                                    Rows<const float>(probs_TE),
-                                    Rows<const int32_t>(ids_TK),
+                                    Matrix<const float>(logits_TE),
+                                    Matrix<const float>(probs_TE),
+                                    Matrix<const int32_t>(ids_TK),
                                     lse_T.as<float>(),
-                                    Rows<const float>(dgates_TK),
-                                    Rows<const float>(balance_UE),
-                                    Rows<float>(dlogits_TE)};
+                                    Matrix<const float>(dgates_TK),
+                                    Matrix<const float>(balance_UE),
+                                    Matrix<float>(dlogits_TE)};
   launch(router_backward_kernel, ceil_div(logits_TE.rows(), warps), int(warps) * kWarp, size_t(warps * experts * 4),
          stream_, arguments);
 }
@@ -272,8 +272,8 @@ void CudaOps::balance_loss(Tensor counts_UE, Tensor prob_sums_UE, Tensor fixed_f
   const int64_t units = counts_UE.rows(), experts = counts_UE.columns();
   expects(units * experts < (int64_t(1) << 31), "balance loss of {} units", units);
   launch(balance_loss_kernel, units > 0 ? 1 : 0, kBalanceThreads, 0, stream_, units, experts,
-         Rows<const float>(counts_UE), Rows<const float>(prob_sums_UE), fixed_f_E ? fixed_f_E.as<float>() : nullptr,
-         1.0 / tokens, scale, gradient_scale, loss.as<double>(), Rows<float>(gradient_UE));
+         Matrix<const float>(counts_UE), Matrix<const float>(prob_sums_UE), fixed_f_E ? fixed_f_E.as<float>() : nullptr,
+         1.0 / tokens, scale, gradient_scale, loss.as<double>(), Matrix<float>(gradient_UE));
 }
 
 }  // namespace optimus::cuda

@@ -26,6 +26,7 @@ class DryOps final : public Ops {
   /// Scratch is counted as the kind's kernels would want it.
   explicit DryOps(DeviceKind kind = DeviceKind::cpu, bool deterministic = true)
       : kind_(kind), deterministic_(deterministic) {}
+  int64_t fixed_bytes() const override { return kind_ == DeviceKind::cuda ? cuda::kScratchBytes : 0; }
   const std::vector<OpRecord>& records() const { return records_; }
   double total_flops() const;
   void clear() { records_.clear(); }

@@ -17,6 +17,21 @@ bool has_kernels_for_current_device();  // architecture.cu
 
 namespace {
 
+/// An event on the compute stream.
+class CudaMoment final : public Moment {
+ public:
+  explicit CudaMoment(cudaStream_t stream) { OPTIMUS_CUDA(cudaEventRecord(event_, stream)); }
+  double seconds_since_wait(const Moment& earlier) const override {
+    float milliseconds = 0;
+    OPTIMUS_CUDA(cudaEventSynchronize(event_));
+    OPTIMUS_CUDA(cudaEventElapsedTime(&milliseconds, dynamic_cast<const CudaMoment&>(earlier).event_, event_));
+    return double(milliseconds) * 1e-3;
+  }
+
+ private:
+  Event event_{cudaEventDefault};
+};
+
 std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
 
 // Number of GPUs; 0 where there is no driver or no GPU. One sentence where there is a driver that cannot serve.
@@ -137,6 +152,8 @@ void CudaDevice::timeline(std::string_view name) {
 }
 
 void CudaDevice::synchronise_wait() { OPTIMUS_CUDA(cudaStreamSynchronize(stream_)); }
+
+std::unique_ptr<Moment> CudaDevice::moment() { return std::make_unique<CudaMoment>(stream_); }
 
 CudaDevice& as_cuda(Device& device) {
   auto* cuda = dynamic_cast<CudaDevice*>(&device);

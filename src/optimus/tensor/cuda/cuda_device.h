@@ -26,6 +26,7 @@ class CudaDevice final : public Device {
   void to_host_wait(void* to, Tensor from) override;
   void timeline(std::string_view name) override;
   void synchronise_wait() override;
+  std::unique_ptr<Moment> moment() override;
 
   int index() const { return index_; }
   cudaStream_t stream() const { return stream_; }

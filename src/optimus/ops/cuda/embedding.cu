@@ -44,45 +44,48 @@ constexpr int kSortWarps = kSortThreads / kWarp;
 constexpr int kOwned = 256;  ///< rows of the vocabulary that a block owns
 constexpr int kAhead = 8;    ///< ids that a thread has on their way at once
 
-/// offsets[v] = number of positions with a token below v, offsets[vocab] = all of them; sorted[offsets[v] ..] = those with
-/// token v, ascending. Also clears the tickets of the kernel that follows.
+/// A position in the order of tokens: which, its token, and where the token's positions begin and end in that order.
+struct alignas(16) Entry {
+  int32_t position, row, begin, end;
+};
+
+/// sorted = the positions by token, those of a token ascending; entries past them begin at -1. offsets[v] = number of
+/// positions with a token below v, offsets[vocab] = all. Also clears the tickets of the kernel that follows.
 __global__ void __launch_bounds__(kSortThreads)
-    sort_positions_kernel(const int32_t* ids, int64_t tokens, int64_t vocab, int64_t padding_token, int32_t* offsets,
-                          int32_t* sorted, int32_t* tickets, int64_t ticket_count) {
+    sort_positions_kernel(const int32_t* ids, int tokens, int vocab, int padding_token, int32_t* offsets, Entry* sorted,
+                          int32_t* tickets, int ticket_count) {
   __shared__ int32_t places[kSortWarps][kOwned];  // positions of a warp and row: their number, then where the next goes
-  __shared__ int32_t totals[kOwned];
+  __shared__ int32_t begins[kOwned + 1];          // of the rows
+  __shared__ int32_t warp_totals[kOwned / kWarp];
   const int thread = int(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-  const int64_t first_row = int64_t(blockIdx.x) * kOwned;
-  const int64_t rows = vocab - first_row < kOwned ? vocab - first_row : kOwned;
-  for (int64_t i = int64_t(blockIdx.x) * kSortThreads + thread; i < ticket_count;
-       i += int64_t(gridDim.x) * kSortThreads)
+  const int first_row = int(blockIdx.x) * kOwned, rows = min(vocab - first_row, kOwned);
+  for (int i = int(blockIdx.x) * kSortThreads + thread; i < ticket_count; i += int(gridDim.x) * kSortThreads)
     tickets[i] = 0;
   for (int i = thread; i < kSortWarps * kOwned; i += kSortThreads) places[i / kOwned][i % kOwned] = 0;
   __syncthreads();
 
   // Each warp has a run of the positions, a multiple of its width.
-  const int64_t run = (tokens + kSortThreads - 1) / kSortThreads * kWarp;
-  const int64_t begin = warp * run, end = begin + run;
+  const int run = (tokens + kSortThreads - 1) / kSortThreads * kWarp;
+  const int begin = warp * run, end = min(begin + run, tokens);
   int32_t below = 0;
-  const auto key_of = [&](int64_t t) {  // the row among the block's, or -1
-    if (t >= tokens || t >= end) return -1;
-    const int64_t id = ids[t];
+  const auto key_of = [&](int t) {  // the row among the block's, or -1
+    if (t >= end) return -1;
+    const int id = ids[t];
     if (id == padding_token || id < 0) return -1;
     below += id < first_row;
-    const int64_t row = id - first_row;
-    return row >= 0 && row < rows ? int(row) : -1;
+    return id >= first_row && id - first_row < rows ? id - first_row : -1;
   };
   const unsigned lanes_before = (1u << lane) - 1;
   // visit(position, row, the warp's lanes with that row) of each 32 positions that the block's rows occur in.
   const auto each_of_run = [&](const auto& visit) {
-    for (int64_t t = begin + lane; t - lane < end; t += kAhead * kWarp) {
+    for (int t = begin + lane; t - lane < end; t += kAhead * kWarp) {
       int keys[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) keys[i] = key_of(t + i * kWarp);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (!__any_sync(kAllLanes, keys[i] >= 0)) continue;
-        visit(int32_t(t + i * kWarp), keys[i], __match_any_sync(kAllLanes, keys[i]));
+        visit(t + i * kWarp, keys[i], __match_any_sync(kAllLanes, keys[i]));
         __syncwarp();
       }
     }
@@ -92,6 +95,7 @@ __global__ void __launch_bounds__(kSortThreads)
   });
   const int32_t base = reduce_block(below, Sum{});  // also a barrier
 
+  int32_t past = 0;  // of a row, from the first of its warp on
   if (thread < kOwned) {
     int32_t total = 0;
     for (int w = 0; w < kSortWarps; ++w) {
@@ -99,28 +103,30 @@ __global__ void __launch_bounds__(kSortThreads)
       places[w][thread] = total;
       total += count;
     }
-    totals[thread] = total;
+    past = prefix_sum_warp(total);
+    if (lane == kWarp - 1) warp_totals[warp] = past;
   }
   __syncthreads();
-  for (int distance = 1; distance < kOwned; distance *= 2) {  // inclusive sums over the rows
-    const int32_t before = thread < kOwned && thread >= distance ? totals[thread - distance] : 0;
-    __syncthreads();
-    if (thread < kOwned) totals[thread] += before;
-    __syncthreads();
+  if (thread < kOwned) {
+    past += base;
+    for (int w = 0; w < warp; ++w) past += warp_totals[w];
+    begins[thread + 1] = past;
+    if (thread == 0) begins[0] = base;
   }
-  for (int i = thread; i < kSortWarps * kOwned; i += kSortThreads) {
-    const int row = i % kOwned;
-    places[i / kOwned][row] += base + (row == 0 ? 0 : totals[row - 1]);
+  __syncthreads();
+  for (int i = thread; i < kSortWarps * kOwned; i += kSortThreads) places[i / kOwned][i % kOwned] += begins[i % kOwned];
+  if (thread < rows) offsets[first_row + thread] = begins[thread];
+  if (first_row + rows == vocab) {
+    if (thread == 0) offsets[vocab] = begins[kOwned];
+    for (int i = begins[kOwned] + thread; i < tokens; i += kSortThreads) sorted[i] = {-1, -1, -1, -1};
   }
-  if (thread < rows) offsets[first_row + thread] = base + (thread == 0 ? 0 : totals[thread - 1]);
-  if (thread == 0 && first_row + rows == vocab) offsets[vocab] = base + totals[kOwned - 1];
   __syncthreads();
 
   each_of_run([&](int32_t position, int key, unsigned same) {
     const int32_t place = key >= 0 ? places[warp][key] : 0;
     __syncwarp();
     if (key < 0) return;
-    sorted[place + __popc(same & lanes_before)] = position;
+    sorted[place + __popc(same & lanes_before)] = {position, first_row + key, begins[key], begins[key + 1]};
     if ((same & lanes_before) == 0) places[warp][key] = place + __popc(same);
   });
 }
@@ -151,17 +157,18 @@ __device__ void store_elements(T* to, const float (&sum)[N]) {
 
 /// sum += the rows of dy at the sorted positions [begin, end), N columns from `column` on.
 template <typename T, int N>
-__device__ void add_positions(const T* dy, int64_t pitch, const int32_t* sorted, int32_t begin, int32_t end,
+__device__ void add_positions(const T* dy, int64_t pitch, const Entry* sorted, int32_t begin, int32_t end,
                               int64_t column, float (&sum)[N]) {
 #pragma unroll 4
-  for (int32_t p = begin; p < end; ++p) add_elements<T, N>(dy + int64_t(sorted[p]) * pitch + column, sum);
+  for (int32_t p = begin; p < end; ++p) add_elements<T, N>(dy + int64_t(sorted[p].position) * pitch + column, sum);
 }
 
 struct Positions {
-  const int32_t *ids, *offsets, *sorted;
+  const int32_t* offsets;
+  const Entry* sorted;
   int32_t* tickets;  ///< of each chunk in which a shared row begins: chunks of that row that are summed
   float* partials;   ///< [chunks][2][columns]: of the row that began before the chunk, of one that begins in it
-  int64_t vocab;
+  int64_t tokens, vocab;
   int32_t chunk, chunks;
 };
 
@@ -175,15 +182,22 @@ __global__ void __launch_bounds__(kThreads, 5)
   if (int64_t(blockIdx.x) >= at.chunks) {
     const int64_t unit = (int64_t(blockIdx.x) - at.chunks) * kThreads + threadIdx.x;
     const int64_t item = unit / units_each, column = (unit - item * units_each) * N;
-    if (item >= (accumulate ? at.offsets[at.vocab] : at.vocab)) return;
-    const int64_t row = accumulate ? at.ids[at.sorted[item]] : item;
-    const int32_t begin = at.offsets[row], end = at.offsets[row + 1];
-    if (end - begin > at.chunk || (accumulate && begin != item)) return;
+    if (item >= (accumulate ? at.tokens : at.vocab)) return;
     float sum[N] = {};
-    G* to = dw + row * dw_pitch + column;
-    if (accumulate) add_elements<G, N>(to, sum);
-    add_positions<T, N>(dy, dy_pitch, at.sorted, begin, end, column, sum);
-    store_elements<G, N>(to, sum);
+    if (accumulate) {
+      const Entry first = at.sorted[item];
+      if (first.begin != item || first.end - first.begin > at.chunk) return;
+      G* to = dw + first.row * dw_pitch + column;
+      add_elements<G, N>(to, sum);
+      add_elements<T, N>(dy + first.position * dy_pitch + column, sum);
+      add_positions<T, N>(dy, dy_pitch, at.sorted, first.begin + 1, first.end, column, sum);
+      store_elements<G, N>(to, sum);
+    } else {
+      const int32_t begin = at.offsets[item], end = at.offsets[item + 1];
+      if (end - begin > at.chunk) return;
+      add_positions<T, N>(dy, dy_pitch, at.sorted, begin, end, column, sum);
+      store_elements<G, N>(dw + item * dw_pitch + column, sum);
+    }
     return;
   }
 
@@ -191,14 +205,13 @@ __global__ void __launch_bounds__(kThreads, 5)
   const int32_t first = int32_t(blockIdx.x) * at.chunk, all = at.offsets[at.vocab];
   const int32_t past = all - first < at.chunk ? all : first + at.chunk;
   if (first >= past) return;
-  const int32_t row_of_first = at.ids[at.sorted[first]], row_of_last = at.ids[at.sorted[past - 1]];
+  const Entry ends[2] = {at.sorted[first], at.sorted[past - 1]};
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
-    const int64_t row = which == 0 ? row_of_first : row_of_last;
-    const int32_t row_begin = at.offsets[row], row_end = at.offsets[row + 1];
-    if (row_end - row_begin <= at.chunk || (which == 1 && row == row_of_first)) continue;
-    const int32_t begin = row_begin > first ? row_begin : first, end = row_end < past ? row_end : past;
-    float* partial = at.partials + int64_t(blockIdx.x * 2 + (row_begin >= first)) * columns;
+    const Entry entry = ends[which];
+    if (entry.end - entry.begin <= at.chunk || (which == 1 && entry.row == ends[0].row)) continue;
+    const int32_t begin = entry.begin > first ? entry.begin : first, end = entry.end < past ? entry.end : past;
+    float* partial = at.partials + int64_t(blockIdx.x * 2 + (entry.begin >= first)) * columns;
     for (int64_t column = threadIdx.x * N; column < columns; column += kThreads * N) {
       float sum[N] = {};
       add_positions<T, N>(dy, dy_pitch, at.sorted, begin, end, column, sum);
@@ -206,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     }
 
     // Every thread's sums are visible to all before its block is counted.
-    const int32_t first_chunk = row_begin / at.chunk, last_chunk = (row_end - 1) / at.chunk;
+    const int32_t first_chunk = entry.begin / at.chunk, last_chunk = (entry.end - 1) / at.chunk;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) last = atomicAdd(&at.tickets[first_chunk], 1) == last_chunk - first_chunk;
@@ -215,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     __threadfence();
     for (int64_t column = threadIdx.x * N; column < columns; column += kThreads * N) {
       float sum[N] = {};
-      G* to = dw + row * dw_pitch + column;
+      G* to = dw + entry.row * dw_pitch + column;
       if (accumulate) add_elements<G, N>(to, sum);
 #pragma unroll 2
       for (int32_t chunk = first_chunk; chunk <= last_chunk; ++chunk)
@@ -250,22 +263,17 @@ void CudaOps::embedding_backward(Tensor ids_T, Tensor dy_TD, Tensor dw_VD, int64
   int32_t chunk = 64;
   while (ceil_div(tokens, chunk) * 2 * columns * int64_t(sizeof(float)) > kPartialBytes) chunk *= 2;
   const int32_t chunks = tokens > chunk ? int32_t(ceil_div(tokens, chunk)) : 0;
-  expects(tokens < (int64_t(1) << 30), "embedding_backward of {} tokens", tokens);
+  expects(tokens < (int64_t(1) << 30) && vocab < (int64_t(1) << 30), "embedding_backward of {} tokens, {} rows", tokens,
+          vocab);
 
   scratch_.begin();
   int32_t* offsets = scratch_.take<int32_t>(vocab + 1);
-  int32_t* sorted = scratch_.take<int32_t>(tokens);
+  Entry* sorted = scratch_.take<Entry>(tokens);
   int32_t* tickets = scratch_.take<int32_t>(chunks);
-  const Positions at{ids_T.as<int32_t>(),
-                     offsets,
-                     sorted,
-                     tickets,
-                     scratch_.take<float>(int64_t(chunks) * 2 * columns),
-                     vocab,
-                     chunk,
-                     chunks};
-  launch(sort_positions_kernel, ceil_div(vocab, kOwned), kSortThreads, 0, stream_, at.ids, tokens, vocab, padding_token,
-         offsets, sorted, tickets, chunks);
+  const Positions at{offsets, sorted, tickets, scratch_.take<float>(int64_t(chunks) * 2 * columns),
+                     tokens,  vocab,  chunk,   chunks};
+  launch(sort_positions_kernel, ceil_div(vocab, kOwned), kSortThreads, 0, stream_, ids_T.as<int32_t>(), int(tokens),
+         int(vocab), int(padding_token), offsets, sorted, tickets, chunks);
 
   const auto run = [&]<typename T, typename G, int N>(T, G, std::integral_constant<int, N>) {
     const bool accumulate = write == Write::accumulate;

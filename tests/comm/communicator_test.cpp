@@ -126,6 +126,7 @@ class SlowCommunicator final : public Communicator {
   struct Slow final : Transfer {
     explicit Slow(double& at) : now(at) {}
     void wait() override { now += std::exchange(left, 0); }
+    void progress() override { left -= 4; }
     double& now;
     double left = 10;
   };
@@ -154,12 +155,16 @@ TEST(TimedCommunicator, CountsWaitsAndNothingElse) {
     transfer->wait();
   }
   EXPECT_EQ(waits.take_wait(), 40);
+  Pending advanced = group->start_send({}, 0);
+  advanced->progress();
+  finish(advanced);
+  EXPECT_EQ(waits.take_wait(), 6);
   group->all_reduce({});
   group->broadcast({}, 0);
   group->barrier();
   EXPECT_EQ(waits.take_wait(), 200);
   EXPECT_EQ(waits.take_wait(), 0);
-  EXPECT_EQ(device.now, 5 + 50 + 7 + 200 + 1000);
+  EXPECT_EQ(device.now, 6 + 56 + 7 + 200 + 1000);
 }
 
 class DryCommunicatorTest : public testing::Test {

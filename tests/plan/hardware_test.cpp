@@ -25,10 +25,8 @@ std::string refusal(const std::string& text) {
 }
 
 struct Sources {
-  int rates = 0;
   void operator()(std::string_view, const std::string&) const {}
-  void table(std::string_view key, const Rate& rate) {
-    ++rates;
+  void table(std::string_view key, const Rate& rate) const {
     EXPECT_GT(rate.value, 0) << key;
     EXPECT_GE(rate.source.size(), 7u) << key;
   }
@@ -41,7 +39,6 @@ TEST(Hardware, EveryShippedRateHasASource) {
     Hardware hardware = load_hardware(entry.path().string());
     Sources sources;
     hardware.fields(sources);
-    EXPECT_GT(sources.rates, 0) << entry.path();
     ++files;
   }
   EXPECT_GE(files, 2);
@@ -60,6 +57,14 @@ TEST(Hardware, UnknownMissingAndUnexplainedRatesAreRefused) {
   };
   EXPECT_NE(refusal(edited("\nmemory =", "\n#memory =")).find("memory needs a value"), std::string::npos);
   EXPECT_NE(refusal(edited("4.21e12", "0")).find("memory needs a value"), std::string::npos);
+  for (const char* absurd : {"1e30", "1e-30"})
+    EXPECT_NE(refusal(edited("0.64e9", absurd)).find("no number of any machine"), std::string::npos) << absurd;
+  for (const char* devices : {"0.5", "1.5", "1e7"})
+    EXPECT_NE(
+        refusal(edited("devices_per_node = { value = 8", fmt::format("devices_per_node = {{ value = {}", devices)))
+            .find("whole number"),
+        std::string::npos)
+        << devices;
   EXPECT_NE(refusal(edited("\"data sheet: dense bf16\"", "\"\"")).find("peak.source"), std::string::npos);
   EXPECT_NE(refusal(edited("value = 989e12", "valu = 989e12")).find("did you mean peak.value?"), std::string::npos);
 }

@@ -45,6 +45,28 @@ std::vector<std::vector<float>> moments(TestRun& run) {
   return out;
 }
 
+TEST(Tuning, ComesFromTheManifestAsAText) {
+  const testing::TemporaryFolder folder;
+  TestRun run(config_of(kTinyMoe));
+  const auto saved_with = [&](const char* name, const nlohmann::json& tuning) {
+    nlohmann::json sections = section_to_json(run.engine->config());
+    if (!tuning.is_discarded()) sections["tuning"] = tuning;
+    save_state(*run.engine, folder.path() / name, 1, sections, {}, *make_single_process());
+    return Checkpoint(folder.path() / name);
+  };
+  EXPECT_EQ(tuning_of(saved_with("none", nlohmann::json::value_t::discarded)), "");
+  EXPECT_EQ(tuning_of(saved_with("text", "a table")), "a table");
+  for (const nlohmann::json& wrong : {nlohmann::json(5), nlohmann::json(), nlohmann::json{{"for", "x"}}}) {
+    try {
+      tuning_of(saved_with(fmt::format("wrong {}", wrong.type_name()).c_str(), wrong));
+      ADD_FAILURE() << wrong.dump();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kData);
+      EXPECT_NE(std::string(error.what()).find("config.tuning"), std::string::npos);
+    }
+  }
+}
+
 class RunState : public ::testing::TestWithParam<Precision> {};
 INSTANTIATE_TEST_SUITE_P(All, RunState, ::testing::ValuesIn(kPrecisions), [](const auto& info) {
   return fmt::format("{}_moments_{}", info.param.compute, info.param.moments);

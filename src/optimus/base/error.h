@@ -14,8 +14,8 @@ enum class ErrorKind : int {
   kUsage = 2,          ///< command line or configuration
   kData = 3,           ///< token files, checkpoints, file system
   kNumerical = 4,      ///< a loss or gradient that is not finite
-  kCommunication = 5,  ///< a peer or a collective
-  kMemory = 6,         ///< the plan does not fit the device
+  kCommunication = 5,  ///< a peer, a collective, or a device that failed
+  kMemory = 6,         ///< the plan does not fit the device, or memory was refused
 };
 
 class Error : public std::runtime_error {

@@ -48,7 +48,7 @@ std::string nearest_word(std::string_view word, const std::vector<std::string>& 
 }
 
 const toml::node* FieldReader::find(std::string_view key) {
-  known_.emplace_back(key);
+  if (std::find(known_.begin(), known_.end(), key) == known_.end()) known_.emplace_back(key);
   return table_.get(key);
 }
 
@@ -138,8 +138,8 @@ void FieldReader::finish() const {
     if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
     const std::string near = nearest_word(name, known_);
     const std::string where = path_.empty() ? "the file's top level" : "[" + path_ + "]";
-    fail(ErrorKind::kUsage, "{}: unknown key {}{}. Known keys of {}: {}", file_, path_of(name),
-         near.empty() ? "" : fmt::format("; did you mean {}?", path_of(near)), where, fmt::join(known_, ", "));
+    fail(ErrorKind::kUsage, "{}: unknown key {}{} Known keys of {}: {}", file_, path_of(name),
+         near.empty() ? "." : fmt::format("; did you mean {}?", path_of(near)), where, fmt::join(known_, ", "));
   }
 }
 

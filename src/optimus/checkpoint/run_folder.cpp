@@ -131,7 +131,15 @@ void remove_leftovers(const fs::path& run_dir) {
 }
 
 std::string read_tuning(const fs::path& run_dir) {
-  return fs::exists(run_dir / kTuningFile) ? read_text(run_dir / kTuningFile) : "";
+  constexpr uintmax_t kLargest = uintmax_t(16) << 20;
+  const fs::path file = run_dir / kTuningFile;
+  std::error_code code;
+  if (fs::status(file, code).type() == fs::file_type::not_found) return {};
+  const uintmax_t bytes = fs::is_regular_file(file, code) ? fs::file_size(file, code) : 0;
+  require(!code && fs::is_regular_file(file, code) && bytes <= kLargest, ErrorKind::kData,
+          "{} is no table of choices that `optimus bench ops --tune` wrote{}: remove it", file.string(),
+          code ? " (" + code.message() + ")" : "");
+  return read_text(file);
 }
 
 fs::path write_tuning(const fs::path& run_dir, const std::string& choices) {

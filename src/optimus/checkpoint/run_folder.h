@@ -41,6 +41,7 @@ void prune(const fs::path& run_dir, int64_t keep);
 void remove_leftovers(const fs::path& run_dir);
 
 /// The choices of algorithms that `optimus bench ops --tune` left in a run's folder (see Ops::choices()); "" where it did not.
+/// Error(kData) for what cannot be one.
 std::string read_tuning(const fs::path& run_dir);
 /// Returns the file.
 fs::path write_tuning(const fs::path& run_dir, const std::string& choices);

@@ -1,6 +1,7 @@
 // optimus bench step CONFIG.toml [--set ...] [--profile] [--json]       whole training steps against the machine's own
 //                                                                       ceiling; with --profile op by op
 // optimus bench ops  CONFIG.toml [--set ...] [--only TEXT] [--json]     every kernel alone, see bench_ops.cpp
+// optimus bench ops  CONFIG.toml [--set ...] --tune                     which of a library's algorithms are fastest in a step
 //
 // Under mpirun the ranks share the work as the configuration says; with a pipeline, `step` also reports the bubble, as
 // measured and as the schedule's simulation has it with the measured times of its actions.
@@ -17,6 +18,7 @@
 #include "optimus/cli/commands.h"
 #include "optimus/cli/ranks.h"
 #include "optimus/comm/timed.h"
+#include "optimus/comm/together.h"
 #include "optimus/ops/timed_ops.h"
 #include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
@@ -64,7 +66,7 @@ struct Bench {
     // The learning rate must be what training has: a router that does not train would stay at its start.
     if (config.train.steps == 0) config.optimizer.decay_steps = std::max<int64_t>(options.steps, 1);
     auto ops = make_ops(config, *device);
-    ceiling = OpTimer(config, *device, *ops).measure_ceilings().flops();
+    ceiling = OpTimer(config, *device, *ops).measure_product().flops_per_second();
     if (timed) {
       auto wrapped = std::make_unique<TimedOps>(std::move(ops), *device);
       profile = wrapped.get();
@@ -75,7 +77,11 @@ struct Bench {
     check_fits(plan, *device, sharers(*device, processes));
     engine =
         std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops), std::move(groups), plan.memory);
-    engine->set_choices(read_tuning(config.run.dir));
+    std::string choices;
+    together(processes, [&] {
+      if (processes.rank() == 0) choices = read_tuning(config.run.dir);
+    });
+    take_choices(*engine, choices, processes);
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
@@ -250,13 +256,14 @@ int bench_step(const BenchOptions& options, Processes& processes) {
   bench.engine->on_action = nullptr;
   processes.barrier();
   const std::vector<std::string> texts = processes.gather(times.text());
+  // Of the rank that has most.
+  const int64_t used = processes.max(bench.device->used_bytes()), planned = processes.max(bench.plan.memory.total());
   if (processes.rank() != 0) return 0;
   if (options.profile) return print_profile(bench, std::accumulate(seconds.begin(), seconds.end(), 0.0), options);
   const double ceiling = double(processes.size()) * bench.ceiling;
   const double step_seconds = median(seconds);
   const double tokens = double(bench.config.tokens_per_step());
   const double flops = tokens * flops_per_token(bench.config.model) / step_seconds;
-  const int64_t used = bench.device->used_bytes(), planned = bench.plan.memory.total();
   const std::map<std::string, double> waits = mean_waits(waited);
   std::optional<Bubbles> bubbles;
   if (bench.config.mesh.pp > 1) bubbles = bubbles_of(*bench.engine, texts);
@@ -301,6 +308,7 @@ int tune(const BenchOptions& options, Processes& processes) {
   Bench bench(options, processes, false);
   require(bench.config.device_kind() == DeviceKind::cuda, ErrorKind::kUsage,
           "--tune is for GPUs: on a CPU there is nothing to choose");
+  bench.engine->set_choices({});  // of an earlier table: all are made anew
   bench.engine->start_tuning_wait();
   bench.step(0);
   bench.engine->evaluate_wait(random_batch(bench.config, 0, 0, bench.config.train.micro_batch));
@@ -325,9 +333,9 @@ int bench_kernels(const BenchOptions& options, Processes& processes) {
                       {"shape", row.shape},
                       {"microseconds", row.seconds * 1e6},
                       {"tflops", row.flops / row.seconds / 1e12},
-                      {"share_of_product", row.flops / row.seconds / ceilings.flops()},
+                      {"share_of_product", row.flops_per_second() / ceilings.product.flops_per_second()},
                       {"terabytes_per_second", row.bytes / row.seconds / 1e12},
-                      {"share_of_copy", row.bytes / row.seconds / ceilings.bytes()}});
+                      {"share_of_copy", row.bytes_per_second() / ceilings.copy.bytes_per_second()}});
     fmt::print("{}\n", nlohmann::ordered_json{{"device", config.run.device}, {"rows", json}}.dump());
     return 0;
   }
@@ -337,10 +345,10 @@ int bench_kernels(const BenchOptions& options, Processes& processes) {
     fmt::print("{:<42} {:<52} {:>10.1f}", row.name, row.shape, row.seconds * 1e6);
     if (row.flops > 0)
       fmt::print(" {:>9.2f} {:>6.1f}%", row.flops / row.seconds / 1e12,
-                 100 * row.flops / row.seconds / ceilings.flops());
+                 100 * row.flops_per_second() / ceilings.product.flops_per_second());
     else fmt::print(" {:>9} {:>7}", "", "");
     fmt::print(" {:>7.3f} {:>6.1f}%\n", row.bytes / row.seconds / 1e12,
-               100 * row.bytes / row.seconds / ceilings.bytes());
+               100 * row.bytes_per_second() / ceilings.copy.bytes_per_second());
   }
   return 0;
 }

@@ -7,8 +7,8 @@
 
 #include <CLI/CLI.hpp>
 
-#include "optimus/cli/bench_ops.h"
 #include "optimus/cli/commands.h"
+#include "optimus/cli/op_timer.h"
 #include "optimus/cli/ranks.h"
 #include "optimus/comm/groups.h"
 #include "optimus/ops/ops.h"
@@ -86,6 +86,9 @@ std::vector<Row> time_group(Processes& processes, Device& device, const std::str
 int bench_comm(const CommOptions& options, Processes& processes) {
   require(processes.size() > 1, ErrorKind::kUsage,
           "bench comm needs several ranks: mpirun -n 2 optimus bench comm [CONFIG.toml]");
+  require(!options.config.empty() || options.overrides.empty(), ErrorKind::kUsage,
+          "--set {} changes a configuration, and none was given: bench comm CONFIG.toml --set ...",
+          options.overrides.empty() ? "" : options.overrides[0]);
   MeshShape shape = make_mesh_shape(processes.size(), 1, 1);
   // Without a configuration the GPUs, if there are any.
   bool gpu = cuda_devices() > 0;

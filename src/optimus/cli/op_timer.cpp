@@ -80,21 +80,23 @@ double OpTimer::seconds_of(const std::vector<Call>& calls) {
   return median(seconds);
 }
 
-Ceilings OpTimer::measure_ceilings() {
+OpRow OpTimer::measure_product() {
   const int64_t n = gpu() ? 8192 : 2048;
   const DType type = gpu() ? DType::bf16 : DType::f32;
-  const Make product = [&](Operands& o) -> Call {
+  return time("ceiling: product", fmt::format("{} cubed {}", n, name_of(type)), [&](Operands& o) -> Call {
     const Tensor a = o.normal(type, {n, n}), b = o.normal(type, {n, n}), y = o.empty(type, {n, n});
     return [=](Ops& ops) { ops.matmul(a, Transpose::no, b, Transpose::yes, y, {}); };
-  };
+  });
+}
+
+Ceilings OpTimer::measure_ceilings() {
   const auto copy = [&](int64_t elements) {
     return time("ceiling: copy", fmt::format("{} MiB", elements >> 18), [&](Operands& o) -> Call {
       const Tensor a = o.normal(DType::f32, {elements}), b = o.empty(DType::f32, {elements});
       return [=](Ops& ops) { ops.copy(a, b); };
     });
   };
-  return {time("ceiling: product", fmt::format("{} cubed {}", n, name_of(type)), product),
-          copy(gpu() ? int64_t(1) << 28 : int64_t(1) << 25), copy(int64_t(1) << 20)};
+  return {measure_product(), copy(gpu() ? int64_t(1) << 28 : int64_t(1) << 25), copy(int64_t(1) << 20)};
 }
 
 }  // namespace optimus

@@ -19,6 +19,8 @@ double median(std::vector<double> values);
 struct OpRow {
   std::string name, shape;
   double seconds, flops, bytes;  ///< of one call
+  double flops_per_second() const { return flops / seconds; }
+  double bytes_per_second() const { return bytes / seconds; }  ///< read and written
 };
 
 /// What the machine can do, measured in this process.
@@ -26,8 +28,6 @@ struct Ceilings {
   OpRow product;     ///< 8192 cubed in bf16 on a GPU, 2048 cubed in f32 on a CPU
   OpRow copy;        ///< of much more than caches hold
   OpRow small_copy;  ///< of 4 MiB: what a short kernel can reach at best
-  double flops() const { return product.flops / product.seconds; }  ///< a second
-  double bytes() const { return copy.bytes / copy.seconds; }        ///< a second, read and written
 };
 
 /// A set of operands of one call, drawn from an arena.
@@ -59,6 +59,7 @@ class OpTimer {
 
   /// `work` scales the FLOPs that the dry backend counts.
   OpRow time(const std::string& name, const std::string& shape, const Make& make, double work = 1.0);
+  OpRow measure_product();
   Ceilings measure_ceilings();
 
  private:

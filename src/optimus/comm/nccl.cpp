@@ -14,7 +14,7 @@
 // phases together, so a rank waits for one peer only, who waits for it.
 //
 // The work of several lanes must be able to start whatever other lanes wait for: the process should have as many hardware
-// queues as streams (CUDA_DEVICE_MAX_CONNECTIONS, 8 unless it is set before CUDA starts).
+// queues as streams (CUDA_DEVICE_MAX_CONNECTIONS, 8 unless it is set before CUDA starts; start_processes() sets it).
 //
 // NCCL's own settings are those of its environment. Where GPUs of a host are shared among users, NCCL_NVLS_ENABLE=0 keeps
 // it from the NVLink switch's multicast.

@@ -112,6 +112,8 @@ class Connecting {
     expects(int(all.size()) == size, "{} announcements of {} ranks", all.size(), size);
     const std::string run = Announcement(all[0]).run;
     target_.emplace(all[size_t(next_)]);
+    require(!target_->addresses.empty(), ErrorKind::kCommunication,
+            "the watchdog cannot reach rank {}: its machine has no IPv4 address, not even a loopback's", next_);
     said_ = greeting_of(run, rank, next_);
     expected_ = greeting_of(run, (rank + size - 1) % size, rank);
   }

@@ -1,5 +1,6 @@
 // How long computing waits for its communicators: what of communication is not hidden behind kernels, and what ranks wait
-// for those that come later.
+// for those that come later. Over MPI, whose waits add up what came, the sums, too. Only waits that are asked for count, not
+// those of a transfer that is destroyed.
 #pragma once
 
 #include <memory>

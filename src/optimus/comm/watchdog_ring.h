@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 
 #include "optimus/comm/watchdog.h"
 

@@ -119,7 +119,7 @@ class Ops {
   /// y[t] = w[ids[t]]. ids i32 [T], w real [V,D].
   virtual void embedding(Tensor ids_T, Tensor w_VD, Tensor y_TD) = 0;
   /// dw[ids[t]] += dy[t], in token order; tokens equal to `padding_token` (-1: none) contribute nothing. With
-  /// overwrite dw is cleared first. A GPU takes up to 2 million tokens.
+  /// overwrite dw is cleared first. A GPU takes up to 2 million tokens, less a quarter of the vocabulary.
   virtual void embedding_backward(Tensor ids_T, Tensor dy_TD, Tensor dw_VD, int64_t padding_token, Write write) = 0;
 
   // ---- normalisation ----

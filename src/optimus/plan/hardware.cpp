@@ -1,5 +1,6 @@
 #include "optimus/plan/hardware.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <set>
 
@@ -13,6 +14,9 @@ namespace {
 
 constexpr auto kUsage = ErrorKind::kUsage;
 
+// What can be added and divided a few times without leaving the range of int64_t or double.
+constexpr double kSmallest = 1e-15, kLargest = 1e18;
+
 /// Visits the rates after reading.
 struct RateCheck {
   const std::string& file;
@@ -22,6 +26,9 @@ struct RateCheck {
   void table(std::string_view key, const Rate& rate) const {
     require(rate.value > 0, kUsage, "{}: {} needs a value above zero: {} = {{ value = ..., source = \"...\" }}", file,
             key, key);
+    require(rate.value >= kSmallest && rate.value <= kLargest, kUsage,
+            "{}: {} = {} is no number of any machine; units are SI: bytes, seconds, FLOP/s, bytes/s", file, key,
+            rate.value);
     require(!rate.source.empty(), kUsage, "{}: {} does not say where it comes from; give {}.source", file, key, key);
   }
 };
@@ -52,6 +59,9 @@ Hardware parse_hardware(const std::string& text, const std::string& file) {
   reader.finish();
   RateCheck check{file};
   hardware.fields(check);
+  const double ranks = hardware.devices_per_node.value;
+  require(ranks >= 1 && ranks <= 1e6 && ranks == std::floor(ranks), kUsage,
+          "{}: devices_per_node = {} must be a whole number from 1 to a million", file, ranks);
   return hardware;
 }
 

@@ -25,6 +25,7 @@ struct Hardware {
   Rate device_bytes;      ///< memory of a device, bytes
   Rate context;           ///< of which the driver's context, modules and libraries take this much
   Rate communicator;      ///< and each communicator of several ranks this much, bytes
+  Rate messages;          ///< messages of a pipeline, and those of an all-to-all, this much again, bytes
   Rate devices_per_node;  ///< ranks of a node, neighbours in rank order
 
   // FLOP/s of bf16 products.
@@ -51,6 +52,7 @@ struct Hardware {
     v.table("device_bytes", device_bytes);
     v.table("context", context);
     v.table("communicator", communicator);
+    v.table("messages", messages);
     v.table("devices_per_node", devices_per_node);
     v.table("peak", peak);
     v.table("matmul", matmul);

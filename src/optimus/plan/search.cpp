@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "optimus/comm/groups.h"
+#include "optimus/parallel/dispatchers.h"
 #include "optimus/parallel/placements.h"
 
 namespace optimus {
@@ -88,13 +89,16 @@ int communicators(const MeshShape& shape, int rank) {
 }
 
 /// What the device's libraries hold besides the program's own memory.
-void add_libraries(EnginePlan& plan, const Hardware& hardware, int communicators) {
+void add_libraries(EnginePlan& plan, const RunConfig& config, int rank, const Hardware& hardware) {
   const auto add = [&](const char* name, double bytes) {
     plan.memory.fixed += int64_t(bytes);
     if (bytes > 0) plan.segments[name] = int64_t(bytes);
   };
+  const bool exchanges = config.model.moe && config.mesh.ep > 1 &&
+                         dispatcher_for(config.parallel.dispatcher, *config.model.moe, config.mesh.ep) == "alltoall";
   add("context", hardware.context.value);
-  add("communicators", communicators * hardware.communicator.value);
+  add("communicators", communicators(config.mesh, rank) * hardware.communicator.value +
+                           (int(config.mesh.pp > 1) + int(exchanges)) * hardware.messages.value);
 }
 
 }  // namespace
@@ -109,7 +113,7 @@ LargestMemory largest_memory(const RunConfig& config, const std::optional<Hardwa
     if (!edge && !uneven) continue;
     const int rank = rank_of(config.mesh, pp, 0);
     EnginePlan plan = plan_engine(config, EngineUse::train, rank);
-    if (hardware) add_libraries(plan, *hardware, communicators(config.mesh, rank));
+    if (hardware) add_libraries(plan, config, rank, *hardware);
     if (pp == 0 || plan.memory.total() > largest.plan.memory.total()) largest = {pp, std::move(plan)};
   }
   return largest;

@@ -1,5 +1,6 @@
 #include "optimus/train/config.h"
 
+#include <numeric>
 #include <sstream>
 
 #include <toml++/toml.h>
@@ -119,6 +120,13 @@ void resolve_parallel(RunConfig& config, const std::string& name, int64_t ranks)
           "{}: parallel.pp = {}, parallel.ep = {} need {} ranks or a multiple, but this is one process; start it with "
           "mpirun -n {}",
           name, parallel.pp, parallel.ep, parallel.pp * parallel.ep, parallel.pp * parallel.ep);
+  if (config.model.moe && ranks > 0 && ranks % parallel.pp == 0) {
+    const int64_t dp = ranks / parallel.pp, experts = config.model.moe->experts, both = std::gcd(dp, experts);
+    require(both % parallel.ep == 0, kUsage,
+            "{}: parallel.ep = {} must divide dp = {} ({} ranks / pp {}) and model.moe.experts = {}; the nearest that "
+            "does is ep = {}",
+            name, parallel.ep, dp, ranks, parallel.pp, experts, nearest_divisor(both, parallel.ep));
+  }
   try {
     config.mesh = make_mesh_shape(ranks > 0 ? ranks : parallel.pp * parallel.ep, parallel.pp, parallel.ep);
   } catch (const Error& error) {

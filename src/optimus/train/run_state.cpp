@@ -1,6 +1,7 @@
 #include "optimus/train/run_state.h"
 
 #include "optimus/base/json.h"
+#include "optimus/base/log.h"
 #include "optimus/checkpoint/writer.h"
 #include "optimus/comm/together.h"
 
@@ -118,13 +119,35 @@ void check_same_run(const RunConfig& config, const Checkpoint& checkpoint) {
 }
 
 void check_same_data(const Loader& loader, const Checkpoint& checkpoint) {
-  const nlohmann::json& data = member_of(checkpoint.manifest().config, "data", checkpoint.folder().string());
-  const int64_t before = natural_of(member_of(data, "windows", checkpoint.folder().string()), "data.windows");
+  const std::string folder = checkpoint.folder().string();
+  const nlohmann::json& data = member_of(checkpoint.manifest().config, "data", folder);
+  const int64_t before = natural_of(member_of(data, "windows", folder), folder + ": data.windows");
   require(
       loader.windows() == before, ErrorKind::kUsage,
       "data.train has {} windows now, but {} when the run in {} was saved: the files have changed. Restore them, or "
       "give another run.dir",
-      loader.windows(), before, checkpoint.folder().string());
+      loader.windows(), before, folder);
+}
+
+void take_choices(Engine& engine, std::string choices, Processes& processes) {
+  choices = processes.broadcast(choices, 0);
+  if (choices.empty()) return;
+  const bool refused = !engine.set_choices(choices);
+  if (processes.max(refused) == 0) return;
+  if (!refused) engine.set_choices({});
+  if (processes.rank() == 0)
+    log().warn("the tuned choices of algorithms are for another device or library, and are not used");
+}
+
+std::string tuning_of(const Checkpoint& checkpoint) {
+  const nlohmann::json& config = checkpoint.manifest().config;
+  const auto found = config.find("tuning");
+  if (found == config.end()) return {};
+  require(found->is_string(), ErrorKind::kData,
+          "{}: the manifest's config.tuning is {}, not a text; without it the "
+          "library's own choices are used",
+          checkpoint.folder().string(), found->type_name());
+  return *found;
 }
 
 }  // namespace optimus

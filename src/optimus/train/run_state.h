@@ -28,4 +28,9 @@ void check_same_run(const RunConfig& config, const Checkpoint& checkpoint);
 /// Error(kUsage) when the training data behind the same paths has another number of windows.
 void check_same_data(const Loader& loader, const Checkpoint& checkpoint);
 
+/// The choices of algorithms that the run was saved with, see Ops::choices(); "" for none. Error(kData).
+std::string tuning_of(const Checkpoint& checkpoint);
+/// All ranks take the first one's choices, or, with a warning, none: replicas must compute alike.
+void take_choices(Engine& engine, std::string choices, Processes& processes);
+
 }  // namespace optimus

@@ -24,8 +24,10 @@ using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 void log_plan(const EnginePlan& plan, const RunConfig& config) {
-  log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token; memory by segment:",
-             double(whole_table(config.model).count()) / 1e6, flops_per_token(config.model) / 1e6);
+  log().info("model: {:.2f} M parameters, {:.2f} MFLOP a token, on {}; memory by segment{}:",
+             double(whole_table(config.model).count()) / 1e6, flops_per_token(config.model) / 1e6,
+             config.device_kind() == DeviceKind::cuda ? "a GPU" : "the CPU",
+             config.mesh.world() > 1 ? fmt::format(", the first of {} ranks", config.mesh.world()) : "");
   for (const auto& [name, bytes] : plan.segments) log().info("  {:<24} {:>10.2f} MiB", name, double(bytes) / 0x1p20);
   log().info("  {:<24} {:>10.2f} MiB", "total", double(plan.memory.total()) / 0x1p20);
 }
@@ -68,7 +70,9 @@ void Trainer::start_or_resume() {
     completed_ = saved_ = checkpoint->step();
     if (completed_ >= config_.train.steps) {
       if (first())
-        log().info("{} is finished: {} of {} steps are done", config_.run.dir, completed_, config_.train.steps);
+        log().info(
+            "{} is finished: {} of {} steps are done. More train.steps go on with it, another run.dir starts anew",
+            config_.run.dir, completed_, config_.train.steps);
       return;
     }
   }
@@ -113,15 +117,9 @@ void Trainer::take_choices(const std::optional<Checkpoint>& checkpoint) {
   std::string text;
   together(processes_, [&] {
     if (!first()) return;
-    text = checkpoint ? checkpoint->manifest().config.value("tuning", "") : read_tuning(config_.run.dir);
+    text = checkpoint ? tuning_of(*checkpoint) : read_tuning(config_.run.dir);
   });
-  text = processes_.broadcast(text, 0);
-  if (text.empty()) return;
-  // All ranks or none: replicas must compute alike.
-  const bool refused = !engine_->set_choices(text);
-  if (processes_.max(refused) == 0) return;
-  if (!refused) engine_->set_choices({});
-  if (first()) log().warn("the tuned choices of algorithms are for another device or library, and are not used");
+  optimus::take_choices(*engine_, std::move(text), processes_);
 }
 
 int Trainer::run() {
@@ -146,6 +144,9 @@ int Trainer::run() {
   }
   if (completed_ != saved_) save(completed_);
   progress_.reset();
+  if (first() && saved_ > 0)
+    log().info("{} of {} steps are done, saved as {}", completed_, config_.train.steps,
+               step_folder(config_.run.dir, saved_).string());
   return completed_ >= config_.train.steps ? 0 : 128 + stopped_by_;
 }
 

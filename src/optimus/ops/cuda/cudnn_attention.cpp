@@ -177,8 +177,9 @@ struct CudnnAttention::State {
 
   void open() {
     const cudnnStatus_t status = cudnn().cudnnCreate(&handle);
-    require(status == CUDNN_STATUS_SUCCESS, ErrorKind::kUsage, "cuDNN {} cannot be used here: {}",
-            cudnn_version_text(version), cudnn().cudnnGetErrorString(status));
+    require(status == CUDNN_STATUS_SUCCESS,
+            status == CUDNN_STATUS_ALLOC_FAILED ? ErrorKind::kMemory : ErrorKind::kUsage,
+            "cuDNN {} cannot be used here: {}", cudnn_version_text(version), cudnn().cudnnGetErrorString(status));
     require(cudnn().cudnnSetStream(handle, stream) == CUDNN_STATUS_SUCCESS, ErrorKind::kCommunication,
             "cuDNN refused the device's stream");
   }

@@ -263,8 +263,8 @@ void CudaOps::embedding_backward(Tensor ids_T, Tensor dy_TD, Tensor dw_VD, int64
   int32_t chunk = 64;
   while (ceil_div(tokens, chunk) * 2 * columns * int64_t(sizeof(float)) > kPartialBytes) chunk *= 2;
   const int32_t chunks = tokens > chunk ? int32_t(ceil_div(tokens, chunk)) : 0;
-  expects(tokens < (int64_t(1) << 30) && vocab < (int64_t(1) << 30), "embedding_backward of {} tokens, {} rows", tokens,
-          vocab);
+  expects(vocab * 4 + tokens * int64_t(sizeof(Entry)) + kPartialBytes + (int64_t(1) << 20) <= kScratchBytes,
+          "embedding_backward of {} tokens and {} rows", tokens, vocab);
 
   scratch_.begin();
   int32_t* offsets = scratch_.take<int32_t>(vocab + 1);

@@ -229,7 +229,7 @@ std::string Matmuls::key(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor 
   return text_of(key_of(a, ta, b, tb, y, addend));
 }
 
-int Matmuls::tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend, Scratch& scratch) {
+void Matmuls::tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend, Scratch& scratch) {
   const Key key = key_of(a, ta, b, tb, y, addend);
   Plan plan = describe(key);
   const std::vector<cublasLtMatmulAlgo_t> list = state_->candidates(key, plan);
@@ -257,7 +257,6 @@ int Matmuls::tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tens
   plan.algorithm = list[size_t(best)];
   state_->plans.insert_or_assign(key, plan);
   state_->choices.insert_or_assign(text_of(key), best);
-  return best;
 }
 
 void CudaOps::matmul(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) {

@@ -37,10 +37,10 @@ class Matmuls {
   bool chosen(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend) const {
     return choices().contains(key(a, ta, b, tb, y, addend));
   }
-  /// Times the product's algorithms on these tensors, and waits for it; y is left with a meaningless result. Returns the
-  /// place of the fastest, which the table then holds. It is what the timing says, so two calls may differ, and with
-  /// them the last bits of results: keep the table.
-  int tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend, Scratch& scratch);
+  /// Times the product's algorithms on these tensors, and waits for it; y is left with a meaningless result. The
+  /// table then holds the fastest. It is what the timing says, so two calls may differ, and with them the last bits of
+  /// results: keep the table.
+  void tune(Tensor a, Transpose ta, Tensor b, Transpose tb, Tensor y, Tensor addend, Scratch& scratch);
 
  private:
   /// By which a table knows the product: shapes, pitches, types, alignments.

@@ -80,8 +80,8 @@ void check_forward(Device& device, Ops& ops, const NormCase& c) {
   EXPECT_TRUE(rows_close(w.read(statistics), expected_statistics, c.groups * 2, 1e-5)) << "statistics";
 
   // In place: the same bits.
-  const Tensor both = w.in_out(c.type, {c.rows, c.columns()}, w.read(x), c.layout);
   if (c.addend == Addend::same) return;
+  const Tensor both = w.in_out(c.type, {c.rows, c.columns()}, w.read(x), c.layout);
   w.run([&] { ops.norm(c.kind, kEps, c.groups, both, weight, bias, addend, both, statistics); });
   EXPECT_EQ(w.read(both), w.read(y)) << "in place";
 }

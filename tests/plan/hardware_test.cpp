@@ -25,8 +25,10 @@ std::string refusal(const std::string& text) {
 }
 
 struct Sources {
+  int rates = 0;
   void operator()(std::string_view, const std::string&) const {}
-  void table(std::string_view key, const Rate& rate) const {
+  void table(std::string_view key, const Rate& rate) {
+    ++rates;
     EXPECT_GT(rate.value, 0) << key;
     EXPECT_GE(rate.source.size(), 7u) << key;
   }
@@ -39,6 +41,7 @@ TEST(Hardware, EveryShippedRateHasASource) {
     Hardware hardware = load_hardware(entry.path().string());
     Sources sources;
     hardware.fields(sources);
+    EXPECT_EQ(sources.rates, 18) << entry.path();
     ++files;
   }
   EXPECT_GE(files, 2);

@@ -134,11 +134,12 @@ std::string read_tuning(const fs::path& run_dir) {
   constexpr uintmax_t kLargest = uintmax_t(16) << 20;
   const fs::path file = run_dir / kTuningFile;
   std::error_code code;
-  if (fs::status(file, code).type() == fs::file_type::not_found) return {};
-  const uintmax_t bytes = fs::is_regular_file(file, code) ? fs::file_size(file, code) : 0;
-  require(!code && fs::is_regular_file(file, code) && bytes <= kLargest, ErrorKind::kData,
-          "{} is no table of choices that `optimus bench ops --tune` wrote{}: remove it", file.string(),
-          code ? " (" + code.message() + ")" : "");
+  const fs::file_status status = fs::status(file, code);
+  if (status.type() == fs::file_type::not_found) return {};
+  // A size that cannot be had is the largest number.
+  const bool table = fs::is_regular_file(status) && fs::file_size(file, code) <= kLargest;
+  require(table, ErrorKind::kData, "{} is no table of choices that `optimus bench ops --tune` wrote{}: remove it",
+          file.string(), code ? " (" + code.message() + ")" : "");
   return read_text(file);
 }
 

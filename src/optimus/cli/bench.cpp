@@ -18,7 +18,6 @@
 #include "optimus/cli/commands.h"
 #include "optimus/cli/ranks.h"
 #include "optimus/comm/timed.h"
-#include "optimus/comm/together.h"
 #include "optimus/ops/timed_ops.h"
 #include "optimus/train/backend.h"
 #include "optimus/train/engine_plan.h"
@@ -77,11 +76,8 @@ struct Bench {
     check_fits(plan, *device, sharers(*device, processes));
     engine =
         std::make_unique<Engine>(config, EngineUse::train, *device, std::move(ops), std::move(groups), plan.memory);
-    std::string choices;
-    together(processes, [&] {
-      if (processes.rank() == 0) choices = read_tuning(config.run.dir);
-    });
-    take_choices(*engine, choices, processes);
+    take_choices(
+        *engine, [&] { return read_tuning(config.run.dir); }, processes);
     engine->initialise(uint64_t(config.train.seed));
     real_data = data_exists(config.data);
     if (real_data)
@@ -112,6 +108,7 @@ struct Bench {
     for (auto& [name, group] : waits) waited[name].push_back(group.take_wait());
     return seconds;
   }
+
   RunConfig config;
   std::unique_ptr<Device> device;
   int64_t first_sequence;

@@ -4,7 +4,6 @@
 
 #include <fmt/ranges.h>
 
-#include "optimus/parallel/dispatchers.h"
 #include "optimus/parallel/placements.h"
 
 namespace optimus {
@@ -37,10 +36,6 @@ std::string example_of(const std::vector<int>& ranks) {
 
 std::string seconds_text(double seconds) {
   return seconds < 1 ? fmt::format("{:.2f} ms", 1e3 * seconds) : fmt::format("{:.3f} s", seconds);
-}
-
-std::string dispatcher_of(const RunConfig& config) {
-  return config.model.moe ? dispatcher_for(config.parallel.dispatcher, *config.model.moe, config.mesh.ep) : "local";
 }
 
 std::string schedule_name(const RunConfig& config) {

@@ -94,14 +94,17 @@ void add_libraries(EnginePlan& plan, const RunConfig& config, int rank, const Ha
     plan.memory.fixed += int64_t(bytes);
     if (bytes > 0) plan.segments[name] = int64_t(bytes);
   };
-  const bool exchanges = config.model.moe && config.mesh.ep > 1 &&
-                         dispatcher_for(config.parallel.dispatcher, *config.model.moe, config.mesh.ep) == "alltoall";
+  const bool exchanges = dispatcher_of(config) == "alltoall";
   add("context", hardware.context.value);
   add("communicators", communicators(config.mesh, rank) * hardware.communicator.value +
                            (int(config.mesh.pp > 1) + int(exchanges)) * hardware.messages.value);
 }
 
 }  // namespace
+
+std::string dispatcher_of(const RunConfig& config) {
+  return config.model.moe ? dispatcher_for(config.parallel.dispatcher, *config.model.moe, config.mesh.ep) : "local";
+}
 
 LargestMemory largest_memory(const RunConfig& config, const std::optional<Hardware>& hardware) {
   LargestMemory largest;

@@ -9,6 +9,9 @@
 
 namespace optimus {
 
+/// The dispatcher that a run has: "auto" resolved, "local" without others to send tokens to.
+std::string dispatcher_of(const RunConfig& config);
+
 /// Memory of a run: that of the pipeline rank that needs most.
 struct LargestMemory {
   int pp = 0;

@@ -129,7 +129,11 @@ void check_same_data(const Loader& loader, const Checkpoint& checkpoint) {
       loader.windows(), before, folder);
 }
 
-void take_choices(Engine& engine, std::string choices, Processes& processes) {
+void take_choices(Engine& engine, const std::function<std::string()>& read, Processes& processes) {
+  std::string choices;
+  together(processes, [&] {
+    if (processes.rank() == 0) choices = read();
+  });
   choices = processes.broadcast(choices, 0);
   if (choices.empty()) return;
   const bool refused = !engine.set_choices(choices);

@@ -4,6 +4,9 @@
 // collective; an error of one rank is thrown on all.
 #pragma once
 
+#include <functional>
+#include <string>
+
 #include "optimus/checkpoint/checkpoint.h"
 #include "optimus/train/engine.h"
 
@@ -30,7 +33,7 @@ void check_same_data(const Loader& loader, const Checkpoint& checkpoint);
 
 /// The choices of algorithms that the run was saved with, see Ops::choices(); "" for none. Error(kData).
 std::string tuning_of(const Checkpoint& checkpoint);
-/// All ranks take the first one's choices, or, with a warning, none: replicas must compute alike.
-void take_choices(Engine& engine, std::string choices, Processes& processes);
+/// All ranks take the choices that the first one reads, or, with a warning, none: replicas must compute alike.
+void take_choices(Engine& engine, const std::function<std::string()>& read, Processes& processes);
 
 }  // namespace optimus

@@ -88,7 +88,9 @@ void Trainer::start_or_resume() {
     if (checkpoint) check_same_data(*loader_, *checkpoint);
   });
   engine_ = make_engine(config_, EngineUse::train, *device_, plan, processes_);
-  take_choices(checkpoint);
+  // A new run takes the table of run.dir.
+  take_choices(
+      *engine_, [&] { return checkpoint ? tuning_of(*checkpoint) : read_tuning(config_.run.dir); }, processes_);
   if (first()) log_plan(plan, config_);
   if (checkpoint) {
     load_state(*engine_, *checkpoint, processes_);
@@ -111,15 +113,6 @@ void Trainer::start_or_resume() {
     tensorboard_.emplace(config_.run.dir, completed_);
     progress_.emplace(config_.train.steps, config_.train.log_every, STDERR_FILENO);
   });
-}
-
-void Trainer::take_choices(const std::optional<Checkpoint>& checkpoint) {
-  std::string text;
-  together(processes_, [&] {
-    if (!first()) return;
-    text = checkpoint ? tuning_of(*checkpoint) : read_tuning(config_.run.dir);
-  });
-  optimus::take_choices(*engine_, std::move(text), processes_);
 }
 
 int Trainer::run() {

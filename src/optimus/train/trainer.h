@@ -29,8 +29,6 @@ class Trainer {
  private:
   std::optional<Checkpoint> agreed_checkpoint(const std::function<std::optional<Checkpoint>()>& find);
   void start_or_resume();
-  /// The table of algorithms of `optimus bench ops --tune`: that of the checkpoint, or for a new run that of run.dir.
-  void take_choices(const std::optional<Checkpoint>& checkpoint);
   bool first() const { return processes_.rank() == 0; }
   /// The next batch; nothing when a rank was asked to stop. An error of one rank's data is thrown on all.
   std::optional<HostBatch> next_batch();
